@@ -1,7 +1,15 @@
-"""An interrupt in the handler of one of torch's own modes does not end the process."""
+"""An interrupt in the handler of one of torch's own modes and tensors does not end the process."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tsfunc
+from tsfunc.bridge.tracers.interrupts import metadata_without_interrupts, restoring_thread_state
 from tsfunc.bridge.tracers.mode_handlers import MODES
 
 
@@ -53,3 +62,97 @@ def test_an_interrupt_while_a_backend_compiles(
     monkeypatch.undo()
     assert _get_current_dispatch_mode_stack() == []
     torch.testing.assert_close(f(x), x.sin() * x)
+
+
+def _in_a_process_of_its_own(function: Callable[[], None]) -> str:
+    """Return the end of a function's output; torch may end the process."""
+    code = f"from tests.bridge import test_mode_handlers as t; t.{function.__name__}()"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def _interrupt(*_: Any) -> None:
+    raise _Interrupt
+
+
+def _signalled(call: Callable[[], object], at: int, device: bool) -> int:
+    """Send a signal at a step of a call; return the number of steps.
+
+    Args:
+        device: whether the steps are the calls of handlers for the device of a tensor, rather than
+            all calls of functions and their ends.
+    """
+    steps = sent = 0
+    raised: list[object] = []
+    sys.unraisablehook = raised.append  # in a destructor
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal steps, sent
+        if not device:
+            steps += event in ("call", "c_return")
+        elif event == "call" and frame.f_code.co_name == "guarded":
+            steps += torch.ops.prim.device.default in frame.f_locals["call"]
+        if steps == at and not sent:
+            sent = 1
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    for run in (call, lambda: time.sleep(0.05)):
+        try:
+            sys.setprofile(profile if run is call else None)
+            run()
+        except _Interrupt as error:
+            raised.append(error)
+    assert len(raised) == sent, at
+    return steps
+
+
+def steps_of_recorded_operators() -> None:
+    signal.signal(signal.SIGUSR1, _interrupt)
+    x = torch.randn(3, dtype=torch.float64)
+
+    @restoring_thread_state
+    def call() -> None:
+        with metadata_without_interrupts():
+            y = FakeTensorMode().from_tensor(x).requires_grad_()
+            (y.sin().view(3, 1) * 2).sum()
+
+    call()
+    count = _signalled(call, -1, device=False)
+    for at in range(1, count, 1 + count // 300):
+        _signalled(call, at, device=False)
+        assert signal.getsignal(signal.SIGUSR1) is _interrupt, at
+    print(count)
+
+
+def handlers_for_devices_while_a_backend_compiles() -> None:
+    signal.signal(signal.SIGUSR1, _interrupt)
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def compiled() -> Tensor:
+        @tsfunc.specialize(backend="aot_eager")
+        def f(x: Tensor) -> Tensor:
+            out: Tensor = tsfunc.cond(x.sum() > 0, torch.sin, torch.cos, x)
+            return out
+
+        return f(x)
+
+    want = compiled()
+    count = _signalled(compiled, -1, device=True)
+    for at in range(1, count, 1 + count // 10):
+        _signalled(compiled, at, device=True)
+        assert _get_current_dispatch_mode_stack() == [], at
+    torch.testing.assert_close(compiled(), want)
+    print(count)
+
+
+@pytest.mark.parametrize(
+    "function", [steps_of_recorded_operators, handlers_for_devices_while_a_backend_compiles]
+)
+def test_an_interrupt_while_c_asks_for_metadata(function: Callable[[], None]) -> None:
+    """It comes a little later, as torch ends a process whose handler raises there."""
+    assert int(_in_a_process_of_its_own(function)) > 20

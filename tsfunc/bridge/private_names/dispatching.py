@@ -118,6 +118,8 @@ def _torch_function() -> None:
     torch._C._pop_torch_dispatch_stack torch._C._push_on_torch_dispatch_stack
     torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey torch._C._unset_dispatch_mode
     torch._ops._get_dispatch_mode_pre_dispatch
+    torch._library.simple_registry.find_torch_dispatch_rule
+    torch._subclasses.functional_tensor.FunctionalTensor
     torch._subclasses.functional_tensor.FunctionalTensorMode
     torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode
     torch.utils._python_dispatch.TorchDispatchMode
@@ -128,7 +130,7 @@ def _torch_function() -> None:
     torch.overrides._get_current_function_mode_stack""",
     use="A trace sets the modes of its caller apart, and reads which of torch's modes are active: "
     "its own mode is active while the traced function's code runs. An interrupt in the handler of "
-    "a mode of torch's own does not end the process.",
+    "a mode or a fake tensor of torch's own does not end the process.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
 )
@@ -152,6 +154,10 @@ def _modes() -> None:
     with functional:
         expect(C._unset_dispatch_mode(functional._mode_key) is functional, "the functional mode")
         C._push_on_torch_dispatch_stack(functional)
+    metadata = torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns
+    expect(torch.ops.prim.device.default in metadata, "the operator for the device")
+    rule = torch._library.simple_registry.find_torch_dispatch_rule.__code__
+    expect("op" in rule.co_varnames, "a search for a rule of an operator")
     own = vars(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode)
     expect("__torch_dispatch__" in own, "a handler of the proxy mode")
     proxy: Any = C._TorchDispatchModeKey.PROXY

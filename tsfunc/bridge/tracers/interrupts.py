@@ -26,8 +26,8 @@ The state is restored in three ways:
   freed. The traceback keeps such frames, so their variables are released before the keys are
   restored: NOTE [guards in frames].
 
-torch's own dispatch modes would end the process: NOTE [modes that enter themselves] in
-``mode_handlers``.
+torch's own dispatch modes would end the process, and so would its fake tensors: NOTE [modes that
+enter themselves] and NOTE [metadata without interrupts] in ``mode_handlers``.
 
 NOTE [changes undone after an interrupt]
 A signal handler may raise where a block begins or ends: after a change was made and before the
@@ -68,7 +68,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dis import opmap
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
@@ -110,7 +110,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
 from tsfunc.bridge.tracers.dynamo import run_compiled_code_eagerly
-from tsfunc.bridge.tracers.mode_handlers import guard_handlers
+from tsfunc.bridge.tracers.mode_handlers import guard_handlers, put_back, replace, replacements
 from tsfunc.dispatch.state import active_levels, tls
 from tsfunc.user_code import MODULES
 
@@ -169,6 +169,18 @@ def _undo_to(count: int) -> None:
     while len(blocks) > count:
         blocks[-1]._undo()
         blocks.pop()
+
+
+@contextlib.contextmanager
+def metadata_without_interrupts() -> Iterator[None]:
+    """Let torch trace: no signal handler raises an exception that C++ can't take.
+
+    NOTE [metadata without interrupts] in ``mode_handlers``.
+    """
+    handlers = replacements()
+    with undoing(functools.partial(put_back, handlers)):
+        replace(handlers)
+        yield
 
 
 _L = TypeVar("_L", bound=threading.local)
