@@ -7,7 +7,7 @@ in a rule, and ``python -m tools.catalogue`` writes the table again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +40,27 @@ class Line:
         return self.source.removeprefix(_FOLLOWS) if self.source.startswith(_FOLLOWS) else ""
 
 
+class _Table(Mapping[str, Line]):
+    """The lines of a table by name, each of which is parsed when it is first read."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = {text.partition("\t")[0]: text for text in texts}
+        self._line = functools.cache(lambda name: _parsed(self._texts[name]))
+
+    def __getitem__(self, name: str) -> Line:
+        return self._line(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
 @functools.lru_cache(maxsize=1)
 def read_table() -> Mapping[str, Line]:
     """Return the table that the package ships, by name."""
-    lines = PATH.read_text("utf-8").splitlines()[1:]
-    return {line.name: line for line in map(_parsed, lines)}
+    return _Table(PATH.read_text("utf-8").splitlines()[1:])
 
 
 def _parsed(text: str) -> Line:
