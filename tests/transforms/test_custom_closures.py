@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.transforms.support import same
 from tsfunc import (
     cond,
     custom_jvp,
     custom_vjp,
     custom_vmap,
     errors,
+    functional_call,
     grad,
     jvp,
     specialize,
     stop_gradient,
+    vjp,
     vmap,
 )
 from tsfunc.transforms.consts import consts_of
@@ -373,3 +376,29 @@ def test_parameters_of_inner_modules_are_closed_over(name: str) -> None:
     for f in functions:
         found = {id(x) for x in consts_of([f])}
         assert found == {id(x) for x in module.parameters()}
+
+
+@pytest.mark.parametrize("first", [grad, lambda f: jvp_slope(f)])
+def test_a_rule_that_calls_a_module_with_given_parameters(first: Callable[..., Any]) -> None:
+    """The module's own parameters require gradients, are reachable, and are not used."""
+    module = nn.Linear(3, 1).double()
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def plain(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = functional_call(module, params, (x,))
+        return out.sin().sum()
+
+    f = custom_vjp(plain)
+
+    def backward(residuals: Any, ct: Tensor) -> Any:
+        return vjp(plain, *residuals)[1](ct)
+
+    f.defvjp(lambda params, x: (f(params, x), (params, x)), backward)
+    x = torch.stack([X[:3], X[1:]])
+    same(vmap(first(f), (None, 0))(params, x), vmap(first(plain), (None, 0))(params, x))
+    traced = specialize(vmap(first(f), (None, 0)))(params, x)
+    same(traced, vmap(first(plain), (None, 0))(params, x))
+
+
+def jvp_slope(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: jvp(f, args, args)[1]

@@ -70,6 +70,23 @@ def pushed(f: Function) -> Function:
     return lambda a, b: jvp(f, (a, b), (a.cos(), b.cos()))[1]
 
 
+def by_pushforward(a: Tensor, b: Tensor) -> Any:
+    """The operator is a derivative that was recorded before: (1 + cos(a).T @ cos(a)) x = b."""
+
+    def solve(matvec: Function, b: Tensor) -> Any:
+        return torch.linalg.solve(tsfunc.jacfwd(matvec)(b), b)
+
+    x = torch.ones_like(b)
+    _, push = tsfunc.linearize(lambda x: (a * x).sin().sum(1), x)
+    _, pull = tsfunc.vjp(lambda x: (a * x).sin().sum(1), x)
+    return linear_solve(lambda v: v + pull(push(v))[0], b, solve, symmetric=True)
+
+
+def normal_equations(a: Tensor, b: Tensor) -> Any:
+    j = a * a.cos()
+    return torch.linalg.solve(torch.eye(3, dtype=F64) + j.T @ j, b)
+
+
 NESTINGS: dict[str, Callable[[Function], Any]] = {
     "itself": lambda f: f(A, B),
     "grad": lambda f: slopes(f)(A, B),
@@ -103,6 +120,12 @@ def test_derivatives_are_those_of_the_solution(func: Function, nesting: str) -> 
 
 
 @pytest.mark.parametrize("nesting", ["grad", "jvp", "grad(vmap)", "specialize(vmap(grad))"])
+def test_an_operator_of_recorded_derivatives(nesting: str) -> None:
+    run = NESTINGS[nesting]
+    same(run(by_pushforward), run(normal_equations), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
 def test_a_solver_that_iterates(nesting: str) -> None:
     def diagonally(f: Function) -> Function:
         eye = 3 * torch.eye(3, dtype=F64)
@@ -281,3 +304,9 @@ def test_errors() -> None:
         linear_solve(lambda x: x, torch.arange(3), lambda _, b: b)
     with pytest.raises(RuntimeError, match=r"linear_solve: solve.*tuple"):
         linear_solve(lambda x: x, B, lambda _, b: b, has_aux=True)
+
+
+def test_a_solution_by_recorded_derivatives_requires_no_grad() -> None:
+    assert not by_pushforward(A, B).requires_grad
+    assert not vmap(by_pushforward)(MATRICES, SIDES).requires_grad
+    assert by_pushforward(A.clone().requires_grad_(), B).requires_grad

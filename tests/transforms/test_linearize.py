@@ -187,3 +187,72 @@ def test_an_auxiliary_part_is_passed_through(run: Any) -> None:
 def test_a_function_without_an_auxiliary_part_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^linearize.*should be a tuple: \(output, aux\)"):
         tsfunc.linearize(torch.sin, X, has_aux=True)
+
+
+def test_tangents_require_grad_if_the_function_depends_on_other_leaves() -> None:
+    weight = Y.clone().requires_grad_()
+    for f, expected in ((torch.sin, False), (lambda x: x.sin() * weight, True)):
+        _, push = tsfunc.linearize(f, X)
+        assert push(T).requires_grad is expected
+        assert tsfunc.vmap(push)(torch.stack([T, Y])).requires_grad is expected
+        if expected:
+            assert tsfunc.jvp(push, (T,), (T,))[1].requires_grad
+        assert tsfunc.specialize(push)(T).requires_grad is expected
+
+
+def test_a_traced_function_uses_recorded_derivatives_of_a_batch() -> None:
+    def product(x: Tensor, v: Tensor) -> Any:
+        _, push = tsfunc.linearize(torch.sin, x)
+        _, pull = tsfunc.vjp(torch.sin, x)
+        return tsfunc.specialize(lambda v: pull(push(v))[0])(v)
+
+    same(tsfunc.vmap(product)(X, T), X.cos() ** 2 * T)
+    same(tsfunc.vmap(tsfunc.vmap(product))(X, T), X.cos() ** 2 * T)
+    same(tsfunc.specialize(tsfunc.vmap(product))(X, T), X.cos() ** 2 * T)
+
+
+@pytest.mark.parametrize("derivative", ["vjp", "linearize"])
+def test_a_rule_of_a_program_can_not_use_derivatives_recorded_in_the_trace(derivative: str) -> None:
+    def f(x: Tensor, v: Tensor) -> Any:
+        _, recorded = getattr(tsfunc, derivative)(torch.sin, x)
+        rule = tsfunc.custom_vjp(lambda v: tsfunc.pytrees.leaves_of(recorded(v))[0])
+        rule.defvjp(lambda v: (rule(v), None), lambda _, ct: (ct,))
+        return rule(v)
+
+    same(f(X, T), X.cos() * T)
+    with pytest.raises(tsfunc.errors.EscapedTracerError, match="call vjp or linearize inside"):
+        tsfunc.specialize(f)(X, T)
+
+
+def transposed(push: Callable[..., Any], v: Tensor) -> Any:
+    return tsfunc.vmap(lambda e: tsfunc.vjp(push, v)[1](e)[0])(torch.eye(v.numel()))
+
+
+MATRICES: dict[str, Callable[..., Any]] = {
+    "itself": lambda push, v: push(v),
+    "jvp": lambda push, v: tsfunc.jvp(push, (v,), (v,))[1],
+    "vjp": lambda push, v: tsfunc.vjp(push, v)[1](v)[0],
+    "vmap": lambda push, v: tsfunc.vmap(push)(torch.eye(v.numel())) @ v,
+    "jacfwd": lambda push, v: tsfunc.jacfwd(push)(v) @ v,
+    "jacrev": lambda push, v: tsfunc.jacrev(push)(v) @ v,
+    "vmap(vjp)": lambda push, v: transposed(push, v) @ v,
+}
+
+
+@pytest.mark.parametrize("use", MATRICES)
+@pytest.mark.parametrize("derivative", ["vjp", "linearize"])
+def test_recorded_derivatives_inside_of_a_jvp(derivative: str, use: str) -> None:
+    """The values that a pullback has saved carry tangents of the outer jvp alone."""
+
+    def f(x: Tensor, v: Tensor) -> Any:
+        _, recorded = getattr(tsfunc, derivative)(torch.sin, x)
+        return MATRICES[use](lambda v: tsfunc.pytrees.leaves_of(recorded(v))[0], v)
+
+    def pushed(x: Tensor, v: Tensor, t: Tensor) -> Any:
+        return tsfunc.jvp(lambda x: f(x, v), (x,), (t,))[1]
+
+    want = -X.sin() * Y * T
+    same(tsfunc.specialize(pushed)(X[1], T[1], Y[1]).detach(), want[1])
+    same(torch.stack([pushed(*row) for row in zip(X, T, Y, strict=True)]).detach(), want)
+    same(tsfunc.vmap(pushed)(X, T, Y).detach(), want)
+    same(tsfunc.jvp(tsfunc.vmap(f), (X, T), (Y, torch.zeros_like(T)))[1].detach(), want)

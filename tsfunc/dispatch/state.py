@@ -55,13 +55,15 @@ class State:
     ``mask`` lacks the keys that the user has excluded and the keys that a running kernel masks.
     The user's exclusions are in ``excluded`` too, and also hold at levels that are entered later.
     The state is ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator
-    whose backend kernel runs: a redispatch of that operator has no key left.
+    whose backend kernel runs: a redispatch of that operator has no key left. A state without levels
+    has the depth of the hidden levels of its thread in ``hidden`` (``outside_all_levels``).
     """
 
     __slots__ = (
         "_below",
         "_ends",
         "excluded",
+        "hidden",
         "include",
         "levels",
         "mask",
@@ -91,6 +93,7 @@ class State:
         self.remap_args = remap_args
         self.plain = not (include or excluded or recorder)
         self.served: object = None
+        self.hidden = 0
         self._below: dict[int, State] | None = None
         self._ends: dict[tuple[object, int], State] | None = None
 
@@ -321,14 +324,14 @@ def _masks(depth: int, priority: int) -> tuple[int, int]:
 _DEEPEST_ELSEWHERE: Final = 16
 
 
-def _depth_elsewhere() -> int:
-    """Return the depth of the deepest level of the other threads."""
+def _depth_elsewhere(state: State) -> int:
+    """Return the depth of the deepest level of the other threads, and of the hidden levels."""
     if not active_levels:
         return 0
     me = threading.get_ident()
     depths = [level.depth for level, thread in tuple(active_levels.items()) if thread != me]
     deepest = max(depths, default=0)
-    return deepest if deepest < _DEEPEST_ELSEWHERE else 0
+    return max(state.hidden, deepest if deepest < _DEEPEST_ELSEWHERE else 0)
 
 
 class Level:
@@ -363,7 +366,7 @@ class Level:
         captured = tls.state
         self.key = key
         levels = captured.levels
-        self.depth = depth = (levels[-1].depth if levels else _depth_elsewhere()) + 1
+        self.depth = depth = (levels[-1].depth if levels else _depth_elsewhere(captured)) + 1
         self.bits = _masks(depth, key.priority)[0]
         self.alive = True
         self.outer = captured
@@ -496,8 +499,15 @@ class replacing_captured_levels:
 
 
 def outside_all_levels() -> AbstractContextManager[None]:
-    """Context manager: no active level, and no included or excluded key."""
-    return using(State(0, -1, (), recorder=tls.state.recorder))
+    """Context manager: no active level, and no included or excluded key.
+
+    A level that is entered in the block is deeper than the levels outside of it, whose values the
+    block may use: a traced function may call a pullback whose graph has such values.
+    """
+    before = tls.state
+    state = State(0, -1, (), recorder=before.recorder)
+    state.hidden = before.levels[-1].depth if before.levels else before.hidden
+    return using(state)
 
 
 def running_level() -> Level | None:

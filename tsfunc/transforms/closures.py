@@ -19,6 +19,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.autograd import detached
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output
@@ -77,7 +78,7 @@ def converted(
             with Lifting(level):
                 leaves, tree = pytrees.flatten(func(*inputs))
         level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
-    tensors = [(tensor, tracer.node) for tensor, tracer in level.lifted.values()]
+    tensors = [(_as_used(x, tracer.node), tracer.node) for x, tracer in level.lifted.values()]
     closed = [*tensors, *numbers.values()]
     given = [*(x.node for x in inputs), *(node for _, node in closed)]
     graph = _of_inputs(level.graph, given)
@@ -85,6 +86,16 @@ def converted(
     return ClosureConverted(
         lambda *x: function(x), tuple(value for value, _ in closed), tree, graph
     )
+
+
+def _as_used(tensor: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
+    """Return a closed-over tensor, without its graph if only ``no_grad`` blocks use it.
+
+    Such a tensor would make results require gradients that they do not have.
+    """
+    if all(user.meta.get("no_grad", False) for user in node.users):
+        return detached(tensor)
+    return tensor
 
 
 def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:

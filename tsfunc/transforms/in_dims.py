@@ -31,7 +31,8 @@ def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
         raise ValueError(
             f"{spec.call()}: expected `in_dims` to be int or a (potentially nested) tuple "
             f"matching the structure of inputs, got: {type(in_dims)}. To map arguments by name, "
-            f"give a dict of them."
+            f"give a dict of them"
+            + (", and to map no argument, axis_size." if in_dims is None else ".")
         )
     if not structure.num_leaves and not spec.sized:
         raise ValueError(

@@ -80,6 +80,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         return leaves, (leaves, out_spec, aux)
 
     recorded, (outs, out_spec, aux) = record(run, flat, primals)
+    recorded.ended()
     zeros = [torch.zeros_like(x) for x in outs]
     differentiable = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
 
@@ -94,12 +95,9 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
         given = _match(tangents, flat, spec)
-        # Without such tangents the graph of the pullback, which goes back to ``inputs``, is not
-        # needed.
-        graph = any(autograd.requires_grad(tangent, recorded.level) for tangent in given)
         pushed = list(zeros)
         for i, tangent in zip(differentiable, push(given), strict=True):
-            pushed[i] = tangent if graph else recorded.released(tangent)
+            pushed[i] = tangent
         return pytrees.unflatten(out_spec, pushed)
 
     output = pytrees.unflatten(out_spec, [recorded.released(out) for out in outs])

@@ -140,10 +140,11 @@ class FunctionalOptimizer:
     def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
         try:
             leaves: list[Any] = tree.flatten_up_to(given)
-        except ValueError as error:
+        except ValueError:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
-                f"of params: {error}"
+                f"of params: expected {pytrees.spelled(tree)}, got "
+                f"{pytrees.spelled(pytrees.structure_of(given))}."
             ) from None
         return leaves
 

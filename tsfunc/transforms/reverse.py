@@ -20,7 +20,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
+from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import (
     refusing_distribution,
@@ -30,7 +32,8 @@ from tsfunc.bridge.tracers.dtensors import (
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.errors import EscapedTracerError
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -72,11 +75,40 @@ class RecordedRun:
         self.outer_inputs = outer_inputs
         self.differentiable = outer_grad and self.depends_on_others()
 
+    def ended(self) -> None:
+        """Declare that only the pullback of this run will differentiate by its inputs."""
+        for x in self.inputs:
+            end_leaf(x)
+
     def depends_on_others(self) -> bool:
         """True if the outputs depend on tensors that are differentiated by outside."""
         return self.outer_inputs or autograd.reaches_other_leaves(
             self.outputs, self.inputs, self.level
         )
+
+    def _is_outside_of(self, values: Sequence[torch.Tensor]) -> bool:
+        """True if a value belongs to a level inside of the level of the run."""
+        depth = 0 if self.level is None else self.level.depth
+        return any(isinstance(x, Tracer) and x.dispatch_level.depth > depth for x in values)
+
+    def refuse_inner_duals(self, cotangents: Sequence[torch.Tensor]) -> None:
+        """Raise if cotangents belong to a jvp that is inside of another jvp of the recorded run.
+
+        The pass meets saved tensors that have tangents of the outer jvp, and C++ would take these
+        for tangents of the inner one. ``jvp`` then differentiates the pullback instead.
+        """
+        level = self.level
+        if not autograd.may_carry_outer_tangents(level):
+            return
+        depth = 0 if level is None else level.depth
+        for ct in cotangents:
+            if isinstance(ct, Tracer):
+                inner = ct.dispatch_level
+                if inner.depth > depth and inner.forward:
+                    raise NotImplementedError(
+                        "The pullback of vjp does not support forward mode AD inside of another "
+                        "jvp, which the pullback was made in."
+                    )
 
     def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
         """Return a cotangent for each input; zeros if no output depends on the input."""
@@ -87,6 +119,9 @@ class RecordedRun:
             self.differentiable
             or any(autograd.requires_grad(ct, level) for ct in lifted)
             or (not self.outer_grad and self.depends_on_others())
+            # The saved values may carry tangents of an outer jvp, and the cotangents be of an inner
+            # level: a pass that is not recorded loses these.
+            or (autograd.can_carry_tangents() and self._is_outside_of(cotangents))
         )
         again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording(level) if again else autograd.unrecorded(level):
@@ -188,12 +223,15 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         return leaves, (leaves, out_spec, aux)
 
     recorded, (leaves, out_spec, aux) = record(run, flat, primals)
+    recorded.ended()
 
     @boundary("the pullback of vjp", func)
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> tuple[Any, ...]:
+        refuse_ended_trace(recorded.outputs)
         flat_cotangents = match_cotangents("vjp_fn(cotangents)", cotangents, leaves, out_spec)
+        recorded.refuse_inner_duals(flat_cotangents)
         create = torch.is_grad_enabled() if create_graph is None else create_graph
         with torch.set_grad_enabled(create):
             pulled = recorded.pull(flat_cotangents, retain=retain_graph)
@@ -204,6 +242,17 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     if has_aux:
         return out, vjp_fn, recorded.released_aux(aux)
     return out, vjp_fn
+
+
+def refuse_ended_trace(outputs: Sequence[torch.Tensor]) -> None:
+    """Raise if a graph that was recorded in a trace is used while the program runs."""
+    trace = trace_of(outputs)
+    if trace is not None and not trace.alive:
+        raise EscapedTracerError(
+            f"The pullback or pushforward of a function belongs to {trace.name}, which has ended. "
+            f"A custom rule in a program runs with the program, after the trace: call vjp or "
+            f"linearize inside of the rule, with the values that it needs as arguments."
+        )
 
 
 def match_cotangents(

@@ -80,8 +80,8 @@ class Spec:
     def call(self, *, out: bool = False) -> str:
         """Return the call as the user wrote it, for messages."""
         if out:
-            return f"vmap({self.name}, ..., out_dims={self.out_dims})(<inputs>)"
-        return f"vmap({self.name}, in_dims={self.in_dims}, ...)(<inputs>)"
+            return f"vmap({self.name}, ..., out_dims={self.out_dims!r})(<inputs>)"
+        return f"vmap({self.name}, in_dims={self.in_dims!r}, ...)(<inputs>)"
 
 
 def is_dim(value: Any) -> bool:

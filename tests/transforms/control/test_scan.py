@@ -174,9 +174,9 @@ def test_values_that_can_not_be_scanned_are_refused() -> None:
     step = lambda c, x: (c, x)  # noqa: E731
     with pytest.raises(ValueError, match="there is no tensor to go along; give length="):
         scan(step, 0)
-    with pytest.raises(ValueError, match=r"expected one size in dim 0, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"got \[2, 3\]: 2 in xs\[0\], 3 in xs\[1\]\."):
         scan(step, 0, (torch.ones(2), torch.ones(3)))
-    with pytest.raises(ValueError, match=r"got \[2, 3\] \(the last is length=\)"):
+    with pytest.raises(ValueError, match=r"got \[2, 3\]: 2 in xs, 3 in length\."):
         scan(step, 0, torch.ones(2), length=3)
     with pytest.raises(ValueError, match=r"shape \(\) has no dim 0"):
         scan(step, 0, torch.ones(()))

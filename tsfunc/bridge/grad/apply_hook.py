@@ -48,11 +48,31 @@ def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _own.__get__(None, cls)(*args, **kwargs)
 
 
-def hook(handler: Handler) -> None:
-    """Declare the handler of the calls of ``apply``, from the first transform on.
+# The handler of the calls whose arguments are as the current level sees them.
+_of_seen: list[Callable[[Any, tuple[Any, ...]], Any]] = []
+
+
+def apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
+    """Call ``cls.apply`` with arguments that are already as the current level sees them.
+
+    A level applies a class to the values inside of its tracers. Such a value may be a tensor that
+    the running code sees replaced by its tracer (``substitution``), and must stay as it is.
+    """
+    if _functorch.maybe_current_level() is not None:
+        return cls.apply(*args)
+    return _of_seen[-1](cls, args)
+
+
+def hook(handler: Handler, of_seen: Callable[[Any, tuple[Any, ...]], Any]) -> None:
+    """Declare the handlers of the calls of ``apply``, from the first transform on.
+
+    Args:
+        handler: the handler of the calls that users make.
+        of_seen: the handler of ``apply_seen``.
 
     The first transform raises a RuntimeError if torch's method table has not the expected form.
     """
+    _of_seen.append(of_seen)
     if not applies_in_cpp():
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

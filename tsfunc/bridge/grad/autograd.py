@@ -39,7 +39,7 @@ from torch.autograd import Variable, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import missing_tangents
-from tsfunc.bridge.tracers.backward import refuse_backward
+from tsfunc.bridge.tracers.backward import has_ended, refuse_backward
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import leaves_dual_level, outermost
@@ -241,11 +241,13 @@ def reaches_other_leaves(
     """True if the outputs depend on leaves of the level other than the given ones.
 
     The derivatives of such outputs must be differentiable, because an outer transform may
-    differentiate by those leaves.
+    differentiate by those leaves. Leaves that have ended do not count, except inside of a jvp,
+    whose tangents may be lost in a pass that is not recorded.
     """
+    skip_ended = not can_carry_tangents()
 
     def is_other(variable: torch.Tensor) -> bool:
-        own = any(variable is leaf for leaf in leaves)
+        own = any(variable is leaf for leaf in leaves) or (skip_ended and has_ended(variable))
         return not own and (level is None or _belongs_to(variable, level))
 
     with DisableTorchFunctionSubclass():

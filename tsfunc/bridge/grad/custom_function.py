@@ -77,7 +77,10 @@ def _apply(cls: Any, *args: Any) -> Any:
     """Handle a call of ``Function.apply`` whose arguments are bound to those of ``forward``."""
     if is_reentrant(cls):
         return not_reentrant(*args)
-    args = tuple([as_seen_by_current_level(arg) for arg in args])
+    return _apply_seen(cls, tuple([as_seen_by_current_level(arg) for arg in args]))
+
+
+def _apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     level = innermost_level(args)
     if level is not None and not level.alive:
         values = outlived(args, {})
@@ -116,7 +119,7 @@ def _is_batched(arg: Any) -> bool:
     return isinstance(arg, BatchTracer)
 
 
-apply_hook.hook(_apply)
+apply_hook.hook(_apply, _apply_seen)
 
 
 # Functions (class, level, arguments) that record a call in a trace. The transforms package sets
@@ -233,7 +236,7 @@ def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     if not isinstance(level, BatchLevel):
         values = [value_of(arg, level) for arg in args]
         with level.restored():
-            outs = cls.apply(*values)
+            outs = apply_hook.apply_seen(cls, tuple(values))
         leaves, tree = pytrees.flatten(outs)
         results = rewrapped(leaves, [None] * len(leaves), values, args, level)
         return pytrees.unflatten(tree, results)

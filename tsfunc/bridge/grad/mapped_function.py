@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
+from tsfunc.bridge.grad.apply_hook import apply_seen
 from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
@@ -213,7 +214,7 @@ class MappedFunction:
         level = self.outer
         values = [value_of(arg, level) for arg in args]
         with level.restored():
-            results = _function_of(self).apply(*values)
+            results = apply_seen(_function_of(self), tuple(values))
         results = rewrapped(results, self.out_dims, values, args, level)
         stored = self.restored(self.stored_tensors(args, results))
         return pytrees.unflatten(self.tree, results[: self.results]), stored

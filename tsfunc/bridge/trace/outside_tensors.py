@@ -42,6 +42,7 @@ from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
 )
 from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
+from tsfunc.dispatch.state import tls
 
 
 @dataclass
@@ -229,6 +230,10 @@ class Lifting(UserCode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, given = kwargs or {}, args
+        running = tls.state.running
+        if running is not None and running.depth < self.level.depth:
+            # The kernel of an outer level: a backward pass computes with saved tensors of it.
+            return func(*args, **kwargs)
         repeated = self.level.repeated.again(func, args, kwargs)
         if repeated is not NotImplemented:
             return repeated

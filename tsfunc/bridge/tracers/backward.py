@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -137,6 +138,22 @@ def refuse_backward(leaf: torch.Tensor) -> None:
     ``Tensor.register_post_accumulate_grad_hook``.
     """
     leaf._post_accumulate_grad_hooks = _REFUSED
+
+
+# The hooks of a leaf that only the pullback of its own transform differentiates by.
+_RECORDED: Final = OrderedDict(_REFUSED)
+
+
+def end_leaf(leaf: torch.Tensor) -> None:
+    """Declare that the function of a leaf's transform has run: only its pullback is left."""
+    with DisableTorchFunctionSubclass():
+        if leaf._post_accumulate_grad_hooks is _REFUSED:
+            leaf._post_accumulate_grad_hooks = _RECORDED
+
+
+def has_ended(leaf: torch.Tensor) -> bool:
+    """True if no active transform differentiates by a leaf (``end_leaf``)."""
+    return leaf._post_accumulate_grad_hooks is _RECORDED
 
 
 def _refuse_use_in_backward(name: str) -> str:

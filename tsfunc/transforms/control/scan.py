@@ -108,7 +108,7 @@ def scan(
         return last, ys
     every, spec = pytrees.flatten(xs)
     leaves = [leaf for leaf in every if leaf is not None]
-    count = _length("scan", leaves, length, dim)
+    count = _length("scan", "xs", xs, leaves, length, dim)
     none = isinstance(count, int) and count == 0  # without a guard on a symbolic size
     if current_trace() is not None and not none:
         return record_scan("scan", f, init, xs, length, reverse, dim, _ADVICE)
@@ -259,8 +259,10 @@ class ScanStep:
         return new, y
 
 
-def _length(label: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
-    """Return the number of steps."""
+def _length(
+    label: str, name: str, tree: Any, leaves: Sequence[Any], length: int | None, dim: int
+) -> int:
+    """Return the number of steps; ``leaves`` are the tensors of an argument."""
     sizes = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -281,10 +283,13 @@ def _length(label: str, leaves: Sequence[Any], length: int | None, dim: int) -> 
         also = "; give length=" if label == "scan" else ""
         raise ValueError(f"{label}: there is no tensor to go along{also}.")
     if any(size != sizes[0] for size in sizes):
-        raise ValueError(
-            f"{label}: expected one size in dim {dim}, got {sizes}"
-            + (" (the last is length=)." if length is not None else ".")
-        )
+        values, structure = pytrees.flatten(tree)
+        given = zip(structure.paths(), values, strict=True)
+        paths = [path for path, value in given if value is not None]
+        names = [name + "".join(f"[{key!r}]" for key in path) for path in paths]
+        names += [] if length is None else ["length"]
+        each = ", ".join(f"{size} in {name}" for name, size in zip(names, sizes, strict=True))
+        raise ValueError(f"{label}: expected one size in dim {dim}, got {sizes}: {each}.")
     return sizes[0]
 
 
@@ -348,7 +353,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
-    _length("map", pytrees.flatten(xs)[0], None, 0)
+    _length("map", "xs", xs, pytrees.flatten(xs)[0], None, 0)
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
 
 
@@ -421,7 +426,7 @@ def associative_scan(
         scanned: _Elems = in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
         return scanned
     leaves, spec = pytrees.flatten(elems)
-    size = _length("associative_scan", leaves, None, at)
+    size = _length("associative_scan", "elems", elems, leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]
     if current_trace() is not None and not (isinstance(size, int) and size < 2):
         one = fn if dim is not None else _of_slices(fn, at)
