@@ -95,6 +95,24 @@ def test_derivatives_of_derivatives(name: str) -> None:
     check_grads(tsfunc.grad(lambda x: (FUNCTIONS[name](x) * COTANGENT).sum()), X)
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_the_statistics_of_group_norm_have_second_derivatives(which: int) -> None:
+    """Against the formulas of the mean and the scale."""
+
+    def statistic(x: Tensor) -> Tensor:
+        return torch.ops.aten.native_group_norm(x, None, None, 3, 4, 2, 2, 1e-5)[which].sin().sum()
+
+    def formula(x: Tensor) -> Tensor:
+        grouped = x.reshape(3, 2, 4)
+        mean, var = grouped.mean(-1), grouped.var(-1, correction=0)
+        return (mean, (var + 1e-5).rsqrt())[which - 1].sin().sum()
+
+    expected = torch.autograd.functional.hessian(formula, X)
+    for inner in (tsfunc.jacfwd, tsfunc.jacrev):
+        for outer in (tsfunc.jacfwd, tsfunc.jacrev):
+            torch.testing.assert_close(outer(inner(statistic))(X), expected)
+
+
 def drawn_in_layout(*sizes: int, order: Sequence[int]) -> Tensor:
     """Return a tensor whose dims lie in memory in an order."""
     inverse = [order.index(dim) for dim in range(len(sizes))]

@@ -304,7 +304,7 @@ def group_norm(
     out = ((wide - mean) * scale).reshape(n, c, size)
     out = out if weight is None else out * weight.reshape(c, 1)
     out = out if bias is None else out + bias.reshape(c, 1)
-    mean, scale = (v.detach().reshape(n, groups) for v in (mean, scale))
+    mean, scale = mean.reshape(n, groups), scale.reshape(n, groups)
     return out.reshape(x.shape).to(x.dtype), mean, scale
 
 
