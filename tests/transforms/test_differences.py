@@ -190,6 +190,27 @@ def test_second_derivatives_of_layer_norm(outer: str, inner: str) -> None:
     assert not torch.allclose(wrong, want, atol=1e-3)
 
 
+def test_tangents_of_eigh_that_are_not_symmetric() -> None:
+    def loss(a: Tensor) -> Tensor:
+        return (torch.linalg.eigh(a)[1].square() * torch.arange(9.0).view(3, 3)).sum()
+
+    x = torch.randn(3, 3, dtype=torch.float64) + torch.diag(torch.tensor([0.0, 4.0, 9.0]))
+    x = x + x.mT
+    want = torch.autograd.functional.hessian(loss, x)
+    same(tsfunc.hessian(loss)(x), want)
+    assert not torch.allclose(torch.func.hessian(loss)(x), want, atol=1e-3)
+
+
+def test_gradients_through_complex_singular_vectors() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return torch.linalg.svd(x * (1 + 1j))[0].abs()[0, 0]  # type: ignore[no-any-return]
+
+    x = torch.randn(2, 3, 3, dtype=torch.float64)
+    same(tsfunc.vmap(tsfunc.grad(loss))(x), torch.stack([tsfunc.grad(loss)(e) for e in x]))
+    with pytest.raises(RuntimeError, match="allclose"):
+        torch.func.vmap(torch.func.grad(loss))(x)
+
+
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_numbers_of_dropouts(in_dim: int, inplace: bool) -> None:

@@ -404,6 +404,7 @@ BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_batch_norm_backward": batch_norm_backward,
     "aten::batch_norm_backward": batch_norm_backward_with_reserve,
     "aten::native_group_norm_backward": group_norm_backward,
+    **differentiable_linalg.BACKWARD,
     **differentiable_norms.BACKWARD,
 }
 # Backward operators that have no derivative at all, or no tangents.

@@ -1,8 +1,8 @@
 """Matrix operators as decompositions that can be differentiated any number of times.
 
 torch's derivative formulas of these operators solve with factors that the operator has saved, and
-take them as constants, or (``cholesky_inverse``, ``triangular_solve``) have tangents that are wrong
-for some arguments.
+take them as constants, or have tangents that are wrong for some arguments (``cholesky_inverse``,
+``triangular_solve``) or that their pullbacks do not transpose (``eigh``).
 """
 
 from __future__ import annotations
@@ -142,14 +142,27 @@ def linalg_eig(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linalg_eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
-    """``aten::_linalg_eigh``, as :func:`linalg_eig`."""
+    """``aten::_linalg_eigh``, as :func:`linalg_eig`.
+
+    The tangent stands for its Hermitian part, as cotangents do in torch's backward formula.
+    """
     if not compute_v:
         return NotImplemented
     primal, change = _first_order(a)
     values, vectors = torch.linalg.eigh(primal, UPLO=UPLO)
-    moved = vectors.mH @ change @ vectors
+    moved = vectors.mH @ ((change + change.mH) / 2) @ vectors
     turned = vectors @ _between_eigenvectors(values, moved)
     return values + _diagonal(moved).real, vectors + turned
+
+
+def diagonal_scatter(x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``aten::diagonal_scatter`` of real values in a complex tensor, as in the formula of ``eigh``.
+
+    The cotangent of the values is real, and torch's is complex.
+    """
+    if not x.is_complex() or source.is_complex():
+        return NotImplemented
+    return torch.diagonal_scatter(x, source.to(x.dtype), *args, **kwargs)
 
 
 # torch's formulas take the factors as constants.
@@ -160,10 +173,14 @@ FACTORED: dict[str, Callable[..., Any]] = {
 # torch's tangents can't be differentiated.
 PERTURBED: dict[str, Callable[..., Any]] = {
     "aten::linalg_eig": linalg_eig,
-    "aten::_linalg_eigh": linalg_eigh,
 }
-# torch's tangents are wrong.
+# torch's tangents are wrong, or are not those that its pullbacks transpose.
 PUSHED: dict[str, Callable[..., Any]] = {
+    "aten::_linalg_eigh": linalg_eigh,
     "aten::triangular_solve": triangular_solve,
     "aten::cholesky_inverse": cholesky_inverse,
+}
+# torch's formulas are parts of backward formulas that can't be differentiated.
+BACKWARD: dict[str, Callable[..., Any]] = {
+    "aten::diagonal_scatter": diagonal_scatter,
 }

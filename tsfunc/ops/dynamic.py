@@ -73,20 +73,28 @@ def item(
 def compare_tensors(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Compare whole tensors: the result is one bool, which the examples must share."""
+    """Compare whole tensors: the result is one bool, which the examples must share.
+
+    Without ``data_dependent="split"`` this works only in backward formulas: that of a complex
+    ``svd`` compares its cotangents, to refuse those that depend on the phases of the vectors.
+    """
+    (x, y), at = align(args[:2], dims[:2])
+    exact = op_name(op) == "aten::equal"
+    alike = logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1])
     if level.splitter is None:
+        # True for the batch is True for each example.
+        if level.in_formula and (alike or not exact) and op(x, y, *args[2:], **kwargs):
+            return True, None
         raise DataDependentError(
             f"vmap: {function_name(op)}, at {user_location()}, answers with one Python bool, but "
             f"each example has its own answer. Compare element by element, (x == y).all(), and "
             f"keep the result a tensor, {OUTSIDE}."
         )
-    exact = op_name(op) == "aten::equal"
-    (x, y), at = align(args[:2], dims[:2])
-    if logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1]) or not exact:
-        same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:])
+    if alike or not exact:
+        same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:], **kwargs)
         agree(op, level, _rows(same, at).all(1))
     one = [x if at is None else x.select(at, 0) for x, at in zip(args, dims, strict=True)]
-    return op(*one), None
+    return op(*one, **kwargs), None
 
 
 def _rows(x: Tensor, at: int = 0) -> Tensor:

@@ -26,6 +26,7 @@ from tsfunc.bridge.trace.trace_level import (
 )
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import (
     metadata,
 )
@@ -136,6 +137,20 @@ def _lift_fresh(value: torch.Tensor) -> Any:
     At every run of a program the function makes a new tensor, which it may write into or return.
     """
     return trace_kernel(operator_of(torch.ops.aten.lift_fresh_copy.default), (value,), {})
+
+
+@register("aten::allclose", DispatchKey.Trace)
+def _allclose(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compare tensors; in a backward formula, check when the program runs that they are close.
+
+    The formula of a complex ``svd`` needs the answer in C++, and refuses cotangents if it is False.
+    """
+    overload = torch.ops.aten.allclose.default
+    answer = trace_kernel(operator_of(overload), (value, *args), kwargs)
+    if not in_backward_formula() or isinstance(answer, bool):
+        return answer
+    torch._check(answer, lambda: f"A backward formula refuses the values that {overload} compares.")
+    return True
 
 
 def guard_or_none(guard: Callable[..., T | None], *args: Any) -> T | None:
