@@ -100,7 +100,8 @@ def test_the_statistics_of_group_norm_have_second_derivatives(which: int) -> Non
     """Against the formulas of the mean and the scale."""
 
     def statistic(x: Tensor) -> Tensor:
-        return torch.ops.aten.native_group_norm(x, None, None, 3, 4, 2, 2, 1e-5)[which].sin().sum()
+        out: Tensor = torch.ops.aten.native_group_norm(x, None, None, 3, 4, 2, 2, 1e-5)[which]
+        return out.sin().sum()
 
     def formula(x: Tensor) -> Tensor:
         grouped = x.reshape(3, 2, 4)

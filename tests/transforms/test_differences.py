@@ -192,7 +192,8 @@ def test_second_derivatives_of_layer_norm(outer: str, inner: str) -> None:
 
 def test_tangents_of_eigh_that_are_not_symmetric() -> None:
     def loss(a: Tensor) -> Tensor:
-        return (torch.linalg.eigh(a)[1].square() * torch.arange(9.0).view(3, 3)).sum()
+        out: Tensor = (torch.linalg.eigh(a)[1].square() * torch.arange(9.0).view(3, 3)).sum()
+        return out
 
     x = torch.randn(3, 3, dtype=torch.float64) + torch.diag(torch.tensor([0.0, 4.0, 9.0]))
     x = x + x.mT
