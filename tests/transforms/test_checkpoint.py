@@ -402,3 +402,34 @@ def test_a_rerun_within_the_first_run() -> None:
     x = torch.tensor([[0.5, 2.0], [1.5, -3.0], [0.25, 1.0], [2.5, 4.0]], dtype=torch.float64)
     found = vmap(grad(lambda x: loss(checkpoint, x)))(x)
     same(found, torch.stack([grad(lambda x: loss(lambda f: f, x))(row) for row in x]))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize(
+    "function",
+    {
+        "index": lambda x, w: w.index_put((torch.tensor([0, 1]),), (w * x)[:2], accumulate=True),
+        "view": lambda x, w: (w * x).transpose(0, 1).contiguous().view(-1),
+        "solve": lambda x, w: torch.linalg.solve(w + 2 * torch.eye(3, dtype=x.dtype), w * x),
+        "sort": lambda x, w: (w * x).sort(0).values.amax(1),
+        "prod": lambda x, w: torch.stack([w * x, w.sin() * x]).prod(0)[1:],
+    }.values(),
+    ids="index view solve sort prod".split(),
+)
+def test_a_second_run_ends_where_torch_ends_it(
+    function: Callable[[Tensor, Tensor], Tensor], chunk_size: int | None, size: int
+) -> None:
+    """torch raises an exception in a hook when all values are there; no call is tried again."""
+    x = torch.arange(1.0, size + 1, dtype=torch.float64).sin()
+    w = torch.arange(9.0, dtype=torch.float64).view(3, 3).cos()
+
+    def loss(run: Callable[..., Any], x: Tensor, w: Tensor) -> Tensor:
+        return run(vmap(function, (0, None), chunk_size=chunk_size))(x, w).sin().sum()
+
+    for argnums in (0, (0, 1)):
+        want = grad(lambda x, w: loss(lambda f: f, x, w), argnums)(x, w)
+        got = grad(lambda x, w: loss(checkpoint, x, w), argnums)(x, w)
+        again = grad(lambda x, w: loss(checkpoint, x, w), argnums)(x, w)
+        same(got, want)
+        same(again, want)

@@ -16,7 +16,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     unwrap,
     unwrap_args,
 )
-from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
+from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator, functional_form
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -35,7 +35,7 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return _run_rule(op, args, kwargs)
         except BatchChanged:
             pass  # the level has fewer examples now, and their answers agree
-        except Exception as error:
+        except CALL_ERRORS as error:
             level = _running_level()
             if not may_fail_on_empty_batch(level, error):
                 raise

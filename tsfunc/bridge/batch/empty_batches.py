@@ -16,7 +16,7 @@ import optree
 import torch
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, rewrap, unwrap
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator
 from tsfunc.dispatch import Operator
 from tsfunc.errors import TsfuncError
 from tsfunc.ops.dims import InplaceRefused
@@ -49,7 +49,7 @@ def run_on_made_up_example(
     one_args, one_kwargs = optree.tree_unflatten(tree, example)
     try:
         out = op.outward(*one_args, **one_kwargs)
-    except Exception:
+    except CALL_ERRORS:
         raise error from None
     if isinstance(op, TorchOperator) and op.inplace:
         return args[0]  # nothing to write

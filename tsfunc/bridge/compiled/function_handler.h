@@ -64,7 +64,7 @@ Owned call_on_values(
     if (direct && call.strided && batch_size(call.level) != 0) throw;
   } catch (python_error& error) {
     error.restore();
-    if ((direct || !PyErr_ExceptionMatches(PyExc_Exception)) && is_users_error(call)) raise();
+    if ((direct || !PyErr_ExceptionMatches(names.call_errors)) && is_users_error(call)) raise();
     PyErr_Clear();
   }
   return Owned();
@@ -147,7 +147,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     if (!has_method) throw;
   } catch (python_error& error) {
     error.restore();  // an error that a kernel of torch passes on is only in Python's state
-    if (!has_method || !PyErr_ExceptionMatches(PyExc_Exception)) raise();
+    if (!has_method || !PyErr_ExceptionMatches(names.call_errors)) raise();
     PyErr_Clear();
   }
   return Owned();

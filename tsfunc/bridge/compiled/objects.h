@@ -57,8 +57,8 @@ Owned checked(PyObject* object) {
 #define NAMES(X)                                                                       \
   X(tracer) X(promoted) X(size) X(tls) X(function_handler)                             \
   X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)  \
-  X(alias) X(same_size) X(same_numel) X(batch_changed) X(record) X(tracer_level)       \
-  X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)                  \
+  X(alias) X(same_size) X(same_numel) X(batch_changed) X(call_errors) X(record)        \
+  X(tracer_level) X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)  \
   X(step_broadcast) X(step_rule) X(step_unbatched) X(step_recorded) X(step_composite)
 struct Names {
 #define X(name) PyObject* name = nullptr;

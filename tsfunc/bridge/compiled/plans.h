@@ -97,7 +97,7 @@ bool can_record(PyObject* plan, PyObject* level, F visit) {
 // cleared, and Python makes the call again: the batch became smaller, there are no examples, or a
 // sparse value has a rule of its own.
 bool is_users_error(const Call& call) {
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
+  if (!PyErr_ExceptionMatches(names.call_errors)) return true;
   bool users = !PyErr_ExceptionMatches(names.batch_changed) && call.strided;
   if (users) {
     PyObject* size = slot(call.level, slots.batch_size);

@@ -55,6 +55,7 @@ from tsfunc.bridge.tracers.call_plans import (
 )
 from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
 from tsfunc.bridge.tracers.operators import (
+    CALL_ERRORS,
     TorchOperator,
     add_rule_listener,
     operator_of,
@@ -209,7 +210,7 @@ def _computed(
         return plan.rule(plan.target, level, dims[: len(values)], values, kwargs)  # type: ignore[misc,index]
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the rule again
-    except Exception:
+    except CALL_ERRORS:
         if _is_users_error(level, values):
             raise
         return NotImplemented
@@ -430,7 +431,8 @@ def _use_compiled() -> None:
         "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
-        "batch_changed": BatchChanged, "record": record, "tracer_level": TracerLevel,
+        "batch_changed": BatchChanged, "call_errors": (BatchChanged, *CALL_ERRORS),
+        "record": record, "tracer_level": TracerLevel,
         "value": sys.intern("value"), "bdim": sys.intern("bdim"),
         "dispatch_level": sys.intern("dispatch_level"),
         **{f"step_{step.value}": step for step in PlanStep},

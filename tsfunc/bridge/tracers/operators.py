@@ -32,6 +32,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
+from tsfunc.ops.dims import NoExamples
 from tsfunc.ops.registry import Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
@@ -45,6 +46,16 @@ STATISTICS = frozenset({
 
 
 _FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
+
+CALL_ERRORS: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NoExamples, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""The classes of the errors that operators and rules raise for a call that they can't serve.
+
+Such a call may be tried in another way. An exception of another class comes from a hook or a mode
+of the user or of torch, which the call has reached: a checkpoint ends its second run so.
+"""
 
 # C++ needs the lazy conjugation of a value, which its tracer does not have.
 _RULED = frozenset({"aten::view_as_real"})
