@@ -72,6 +72,42 @@ def test_without_a_forward_formula() -> None:
     same(tsfunc.vmap(lambda x, t: tsfunc.jvp(func, (x,), (t,))[1])(x, t), torch.exp(-x) * t)
 
 
+_POWERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pow": torch.pow,
+    "in place": lambda x, k: x.clone().pow_(k),
+    "float_power": torch.float_power,
+}
+
+
+@pytest.mark.parametrize("name", _POWERS)
+@settings(max_examples=10)
+@given(numbers=st.lists(st.sampled_from([-1.5, -0.5, 0.0, 0.25, 2.0]), min_size=1, max_size=4))
+def test_a_constant_exponent_has_no_part_in_the_derivatives(
+    name: str, numbers: list[float]
+) -> None:
+    """torch's formula multiplies the exponent's tangent, zero, by the logarithm of the base."""
+    # torch's derivatives of 0**0 and 0**1 are NaN from the second order on.
+    bases = [x if x or k > 1 else -0.25 for k, x in enumerate(numbers)]
+    x = torch.tensor(bases, dtype=torch.float64)
+    first = torch.tensor([k * x ** (k - 1) for k, x in enumerate(bases)]).double()
+    second = torch.tensor([k * (k - 1) * x ** (k - 2) for k, x in enumerate(bases)]).double()
+    exponents, ones = torch.arange(len(bases)), torch.ones_like(x)
+
+    def f(x: Tensor) -> Tensor:
+        return _POWERS[name](x, exponents)
+
+    def pushed(x: Tensor) -> Tensor:
+        return jvp(f, (x,), (ones,))[1]
+
+    same(pushed(x), first)
+    same(vmap(pushed)(x[None])[0], first)
+    same(specialize(pushed)(x), first)
+    same(tsfunc.jacfwd(f)(x), first.diag())
+    same(jvp(pushed, (x,), (ones,))[1], second)
+    same(tsfunc.grad(lambda x: pushed(x).sum())(x), second)
+    same(vmap(tsfunc.grad(lambda x: pushed(x).sum()))(x[None])[0], second)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_without_a_forward_formula_for_the_type(dtype: torch.dtype) -> None:
     """glu's formula has a kernel of its own, for float and double."""

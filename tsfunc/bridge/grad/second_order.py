@@ -16,6 +16,12 @@ level the formulas of another one, or a trace does: those of ``det``, ``slogdet`
 the saved factors unless grad mode is on, and those of norms write in place. These operators are
 rewritten whenever two transforms differentiate by an argument.
 
+The tangent formula of a power multiplies the tangent of the exponent by the logarithm of the base.
+torch gives an exponent without a tangent a lazy zero, whose product is zero even if the base is
+negative. At a level the zero has memory (NOTE [the factory keys]), and the product would be NaN;
+and so would be its derivative. The tangents of such a power come from its pullback, which leaves
+the exponent out.
+
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
 and the deviation as constants: third derivatives by reverse mode are wrong. Those of fused
@@ -49,6 +55,7 @@ from tsfunc.bridge.tracers.registrations import (
 )
 from tsfunc.bridge.tracers.torch_state import below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch.state import current_levels
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
     DECOMPOSED,
@@ -100,6 +107,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         (TWICE_DECOMPOSED, _differentiated_twice, True),
         (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
         (PUSHED_DECOMPOSED, _has_tangent, True),
+        (_POWERS, _has_constant_exponent, True),
         (
             BACKWARD_DECOMPOSED,
             lambda x: _recorded(x) or _has_tangent_and_is_differentiated(x),
@@ -115,6 +123,14 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
                 yield inplace, functools.partial(_write, decomposition), applies, twice
 
 
+def _has_constant_exponent(values: Sequence[Any]) -> bool:
+    """True if the base of a power has a tangent and the exponent has none, beside a transform."""
+    base, exponent = values[:2]
+    if not _has_tangent([base]) or _has_tangent([exponent]):
+        return False
+    return bool(current_levels()) or _recorded([base])
+
+
 def _inplace_name(name: str) -> str:
     """Return the name that an operator's in-place form has: ``aten::sgn_`` for ``aten::sgn``."""
     base, dot, overload = name.partition(".")
@@ -126,6 +142,16 @@ def _write(decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs:
     # Autograd saves the argument of the decomposition, which the write must not change.
     out = decomposition(x.clone(), *args, **kwargs)
     return out if out is NotImplemented else x.copy_(out)
+
+
+def _power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
+    return pullbacks.call(torch.ops.aten.pow.Tensor_Tensor, (base, exponent), {})
+
+
+_POWERS: dict[str, _Decomposition | None] = {
+    "aten::pow.Tensor_Tensor": _power,
+    "aten::pow_.Tensor": functools.partial(_write, _power),
+}
 
 
 def _replaced(
