@@ -1,4 +1,4 @@
-"""What named axes over a mesh cost, over torch's fake backend: no time is spent on transfers.
+"""The cost of named axes over a mesh, over torch's fake backend: no time is spent on transfers.
 
 The process acts as one rank of a simulated mesh; a collective returns its argument at once. The
 figures are the time of the library and of torch on the host.

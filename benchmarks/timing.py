@@ -1,6 +1,6 @@
 """Paired timing: ways of doing one thing, checked to agree, then timed in turns.
 
-What else the machine does drifts over seconds, so absolute figures of two runs can't be compared.
+The load of the machine drifts over seconds, so absolute figures of two runs can't be compared.
 Here every repeat times each way once, in blocks of a few milliseconds, every other repeat in the
 opposite order; a ratio is the median of the repeats' own ratios.
 """

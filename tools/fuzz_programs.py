@@ -33,7 +33,7 @@ from tools.fuzz.workers import Worker
 _SHOWN = 3  # failures of each cause that are minimized
 
 
-# Of so many draws in a row each has its mode.
+# Each of so many draws in a row has its mode.
 _MODES = ("towers", "sessions", "towers", "towers", "towers") * 5
 _ROUND = (*_MODES[:-2], "interrupts", "threads")
 _AT_ONCE = 4  # programs that threads share

@@ -195,3 +195,30 @@ def test_assertions_of_the_function_are_its_own() -> None:
     with pytest.raises(AssertionError, match="one dim") as caught:
         check_grads(refuses, torch.ones(2, 2))
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "refuses"
+
+
+@pytest.mark.parametrize(
+    ("func", "point"),
+    [
+        (torch.log, [1e-5, 1e-3]),
+        (torch.sqrt, [1e-6, 1e-4]),
+        (torch.relu, [0.0, 1.0, -1.0]),
+        (torch.abs, [0.0, 1.0]),
+        (lambda x: x.clamp(-1, 1), [-1.0, 1.0, 0.5]),
+        (lambda x: torch.complex(x.relu(), x.abs()), [0.0, 2.0]),
+    ],
+)
+def test_differences_near_poles_and_at_kinks(func: Any, point: list[float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        check_grads(func, torch.tensor(point, dtype=dtype))
+
+        scaled = tsfunc.custom_jvp(func)
+        scaled.defjvp(lambda x, t: (func(*x), 1.01 * tsfunc.jvp(func, x, t)[1]))
+        with pytest.raises(AssertionError, match="central differences"):
+            check_grads(scaled, torch.tensor([*point[1:], 0.3], dtype=dtype))
+
+
+def test_derivatives_at_complex_tensors_of_single_precision() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    check_grads(lambda z: z * z, z)
+    check_grads(torch.abs, z)

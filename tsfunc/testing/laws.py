@@ -144,7 +144,7 @@ def check_grads(
     if not args or not all(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         raise ValueError(f"check_grads: expected tensors, got {args!r}.")
     if not is_narrow(args):
-        _check_differences(func, args, _like(args), eps or 1e-5, rtol or 1e-4, atol or 1e-5)
+        _check_differences(func, args, _like(args), _steps(eps, 1e-5), rtol or 1e-4, atol or 1e-5)
         return
     directions = _like(args)
     widely, wide_args, wide_directions = in_float64(func), wide(args), wide(directions)
@@ -154,10 +154,16 @@ def check_grads(
         step = eps or epsilon(args) ** (1 / 3)
         scale = 1 + largest(func(*args))
         near = atol or 16 * step * scale
-        _check_differences(func, args, directions, step, rtol or 16 * step, near)
+        _check_differences(func, args, directions, _steps(eps, step), rtol or 16 * step, near)
         return
     _check_differences(
-        widely, wide_args, wide_directions, eps or 1e-5, rtol or 1e-4, atol or 1e-5, " in float64"
+        widely,
+        wide_args,
+        wide_directions,
+        _steps(eps, 1e-5),
+        rtol or 1e-4,
+        atol or 1e-5,
+        " in float64",
     )
     out, pushed = jvp(func, args, directions)
     want = jvp(widely, wide_args, wide_directions)[1]
@@ -181,23 +187,33 @@ def _like(tree: Any) -> Any:
     return pytrees.tree_map(torch.randn_like, tree)
 
 
+def _steps(given: float | None, default: float) -> Sequence[float]:
+    """Return the steps of difference quotients: the one that the user gave, or smaller and smaller.
+
+    A derivative is right if it agrees with the quotient of one step.
+    """
+    return (given,) if given else (default, default / 10, default / 100)
+
+
 def _check_differences(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     directions: Any,
-    eps: float,
+    steps: Sequence[float],
     rtol: float,
     atol: float,
     where: str = "",
 ) -> None:
     """Check ``jvp(func)`` against central differences, and ``vjp(func)`` against ``jvp(func)``."""
     out, pushed = jvp(func, args, directions)
-    after = func(*(x + eps * t for x, t in zip(args, directions, strict=True)))
-    before = func(*(x - eps * t for x, t in zip(args, directions, strict=True)))
-    quotient = optree.tree_map(
-        lambda a, b: (a - b) / (2 * eps), after, before, namespace=pytrees.NAMESPACE
+    _check_quotients(
+        f"jvp(f){where} and central differences",
+        pushed,
+        lambda step: func(*(x + step * t for x, t in zip(args, directions, strict=True))),
+        steps,
+        rtol,
+        atol,
     )
-    same(f"jvp(f){where} and central differences", pushed, quotient, rtol, atol)
     cotangents = _like(out)
     pulled = vjp(func, *args)[1](cotangents)
     same(
@@ -207,6 +223,50 @@ def _check_differences(
         rtol,
         atol,
     )
+
+
+def _check_quotients(
+    label: str,
+    pushed: Any,
+    along: Callable[[float], Any],
+    steps: Sequence[float],
+    rtol: float,
+    atol: float,
+) -> None:
+    """Check a derivative along a line against difference quotients of the function on the line.
+
+    The function may vary on the scale of the step, as a logarithm does near zero: then the quotient
+    of a smaller step decides. At a kink, the derivative has to lie between the one-sided quotients.
+    """
+
+    def central(a: Any, b: Any) -> Any:
+        return (a - b) / (2 * step)
+
+    def nearest(derivative: Any, a: Any, middle: Any, b: Any) -> Any:
+        if derivative.is_complex():
+            parts = (torch.view_as_real(x.resolve_conj()) for x in (derivative, a, middle, b))
+            return torch.view_as_complex(nearest(*parts))
+        sides = (a - middle) / step, (middle - b) / step
+        return derivative.clamp(torch.minimum(*sides), torch.maximum(*sides))
+
+    def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+        return optree.tree_map(function, *trees, namespace=pytrees.NAMESPACE)
+
+    first: AssertionError | None = None
+    for step in steps:
+        try:
+            same(label, pushed, mapped(central, along(step), along(-step)), rtol, atol)
+            return
+        except AssertionError as error:
+            first = first or error
+    assert first is not None
+    if len(steps) == 1:  # a step that the user gave may be long
+        raise first
+    between = mapped(nearest, pushed, along(step), along(0.0), along(-step))
+    try:
+        same(label, pushed, between, rtol, atol)
+    except AssertionError:
+        raise first from None
 
 
 @law

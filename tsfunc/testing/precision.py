@@ -86,7 +86,7 @@ def largest(tree: Any) -> float:
 
 def rounded_otherwise(args: Any, eps: float) -> Any:
     """Return arguments that differ by rounding errors."""
-    return pytrees.tree_map(lambda x: x + eps * x.abs() * torch.randn_like(x).sign(), args)
+    return pytrees.tree_map(lambda x: x + eps * x.abs() * torch.randn_like(x).sgn(), args)
 
 
 def uncertainty(some: Any, others: Any, eps: float) -> float:

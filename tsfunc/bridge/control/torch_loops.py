@@ -1,6 +1,6 @@
 """torch's own control flow, such as ``torch.cond``, called inside of tsfunc's transforms.
 
-torch compiles such a call with Dynamo, which does not support the tracers. Of plain tensors torch's
+torch compiles such a call with Dynamo, which does not support the tracers. On plain tensors torch's
 operators drop tangents and second derivatives without an error. While a level is active or a
 derivative is recorded, the call is therefore made without Dynamo, and its operator, such as
 ``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library

@@ -96,8 +96,8 @@ class TracedBody:
             shape = ", ".join(map(size_text, leaf.shape))
             raise DataDependentError(
                 f"{self.level.name}: a body of control flow returns a tensor of shape [{shape}], "
-                f"of which {', '.join(map(size_text, own))} is found in data inside of it. What a "
-                f"body returns must have a size that is known without running it: reduce it in "
+                f"of which {', '.join(map(size_text, own))} is found in data inside of it. The "
+                f"result of a body must have a size that is known without running it: reduce it in "
                 f"the body, or write it into a tensor of the largest size."
             )
 

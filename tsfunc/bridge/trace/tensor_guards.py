@@ -430,8 +430,8 @@ def hashed(self: Any) -> int:
 def class_of(self: Any) -> Any:
     """Implement ``x.__class__`` of a traced tensor, which ``isinstance`` reads too.
 
-    Instances of a user's class have programs of their own. Whether a tensor is a ``Parameter``
-    becomes a guard.
+    Instances of a user's class have programs of their own. A guard tells a ``Parameter`` from
+    another tensor.
     """
     guards = _guards_of(self) if "dispatch_level" in _DICT.__get__(self) else None
     if guards is None:

@@ -163,8 +163,8 @@ def _refuse_use_in_backward(name: str) -> str:
         f"transform). Use tsfunc.grad or tsfunc.vjp, or call backward() "
         f"on the transform's result; or begin with leaves that the function makes of its "
         f"arguments, and of nothing else that requires gradients: "
-        f"weight = weight.detach().clone().requires_grad_(). What a factory function makes is the "
-        f"same for all examples: for torch.zeros(3, requires_grad=True) write "
+        f"weight = weight.detach().clone().requires_grad_(). The result of a factory function is "
+        f"the same for all examples: for torch.zeros(3, requires_grad=True) write "
         f"x.new_zeros(3).requires_grad_(), with an argument x."
     )
 

@@ -173,8 +173,8 @@ def _reshaping(
 ) -> Any:
     """Reshape; return an emulated view if one example has a view where the batch has a copy.
 
-    The function's own results have the layout of one example. What it takes of its arguments keeps
-    the arguments' strides, of which torch makes a copy as well.
+    The function's own results have the layout of one example. Views of its
+    arguments keep the arguments' strides, and torch copies these, too.
     """
     base = args[0] if args else None
     if not isinstance(base, BatchTracer) or not _lies_between(base):
