@@ -21,7 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tsfunc
-from tsfunc.bridge.tracers.interrupts import metadata_without_interrupts, restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state, while_torch_traces
 from tsfunc.bridge.tracers.mode_handlers import MODES
 
 
@@ -61,6 +61,20 @@ def test_an_interrupt_while_a_backend_compiles(
         f(x)
     monkeypatch.undo()
     assert _get_current_dispatch_mode_stack() == []
+    torch.testing.assert_close(f(x), x.sin() * x)
+
+
+def test_an_interrupt_where_a_backend_leaves_anomaly_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    @tsfunc.specialize(backend="aot_eager")
+    def f(x: Tensor) -> Tensor:
+        return x.sin() * x
+
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(torch.autograd.detect_anomaly, "__exit__", _interrupt)
+    with pytest.raises(_Interrupt):
+        f(x)
+    monkeypatch.undo()
+    assert not torch.is_anomaly_enabled()
     torch.testing.assert_close(f(x), x.sin() * x)
 
 
@@ -117,7 +131,7 @@ def steps_of_recorded_operators() -> None:
 
     @restoring_thread_state
     def call() -> None:
-        with metadata_without_interrupts():
+        with while_torch_traces():
             y = FakeTensorMode().from_tensor(x).requires_grad_()
             (y.sin().view(3, 1) * 2).sum()
 

@@ -39,7 +39,7 @@ from torch.autograd import forward_ad
 
 from tsfunc._lazy import load
 from tsfunc.bridge.trace.torch_tracing import copied_views
-from tsfunc.bridge.tracers.interrupts import metadata_without_interrupts
+from tsfunc.bridge.tracers.interrupts import while_torch_traces
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import Tracer
 
@@ -92,7 +92,7 @@ def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[tor
     if _has_numbers(module):
         examples = _with_numbers(examples)
     try:
-        with copied_views(), metadata_without_interrupts():
+        with copied_views(), while_torch_traces():
             return backend(module, list(examples))
     except Exception as error:
         raise CompilerFailed(f"{type(error).__name__}: {error}") from error

@@ -29,7 +29,7 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.interrupts import metadata_without_interrupts, resets
+from tsfunc.bridge.tracers.interrupts import resets, while_torch_traces
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
 
@@ -88,7 +88,7 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     with torch_state.outside_all_levels(), state.outside_all_levels():
         mode, values = _in_one_mode(values)
         with (
-            mode, copied_views(), metadata_without_interrupts(), warnings.catch_warnings(),
+            mode, copied_views(), while_torch_traces(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")  # torch's control flow warns about its own code
             module: torch.fx.GraphModule = make_fx(run, tracing_mode="real")(*values)

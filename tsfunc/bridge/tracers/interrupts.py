@@ -172,13 +172,18 @@ def _undo_to(count: int) -> None:
 
 
 @contextlib.contextmanager
-def metadata_without_interrupts() -> Iterator[None]:
-    """Let torch trace: no signal handler raises an exception that C++ can't take.
+def while_torch_traces() -> Iterator[None]:
+    """Let torch trace: an interrupt does not end the process, nor leave anomaly mode switched on.
 
-    NOTE [metadata without interrupts] in ``mode_handlers``.
+    See NOTE [metadata without interrupts] in ``mode_handlers``. AOTAutograd traces derivatives in
+    anomaly mode, which is one switch for the process.
     """
     handlers = replacements()
-    with undoing(functools.partial(put_back, handlers)):
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    with (
+        undoing(functools.partial(torch.set_anomaly_enabled, *anomaly)),
+        undoing(functools.partial(put_back, handlers)),
+    ):
         replace(handlers)
         yield
 
