@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import tsfunc
-from tsfunc.errors import DataDependentError, RetraceWarning, TypeCheckError
+from tsfunc.errors import DataDependentError, TypeCheckError
 
 Step = Callable[[Tensor, Tensor], Any]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -265,38 +265,6 @@ def test_a_scheduler_outside(name: str, make: Make) -> None:
         return made
 
     check(plain, trial, lambda trial, i: trial.more["scheduler"].step())
-
-
-def scheduled(trial: Trial) -> Step:
-    scheduler = trial.more["scheduler"]
-    inner = plain(trial)
-
-    def step(x: Tensor, y: Tensor) -> Any:
-        loss = inner(x, y)
-        scheduler.step()
-        return loss
-
-    return step
-
-
-def test_a_scheduler_inside() -> None:
-    def trial() -> Trial:
-        made = Trial()
-        made.more["scheduler"] = lr_scheduler.ExponentialLR(made.optimizer, 0.9)
-        return made
-
-    check(scheduled, trial)
-
-
-@pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR"])
-def test_a_scheduler_inside_that_needs_the_count_makes_programs_and_warns(name: str) -> None:
-    def trial() -> Trial:
-        made = Trial()
-        made.more["scheduler"] = SCHEDULERS[name](made.optimizer)
-        return made
-
-    with pytest.warns(RetraceWarning, match="last_epoch varies"):
-        check(scheduled, trial, traces=(1, 2, 3, 4, 5))
 
 
 def test_a_learning_rate_that_decides_is_guarded() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -128,3 +128,62 @@ def _protected(table: bytes) -> Iterator[tuple[int, int, int]]:
             number = 0
     for start, length, target, _ in zip(*[iter(numbers)] * 4, strict=True):
         yield 2 * start, 2 * (start + length), 2 * target
+
+
+# --- lookups in containers
+
+
+def looked_up(frame: FrameType) -> tuple[Collection[Any], bool] | None:
+    """Return the container in which an instruction of a frame looks for a key.
+
+    Args:
+        frame: a frame whose last instruction is ``key in container`` or ``container[key]``.
+
+    Returns:
+        The dict or set, and whether the lookup needs the key: ``container[key]`` of a class that
+        has ``__missing__`` may add it. None if the container is another object, or if the code does
+        not show it: it is a constant, a variable, or an attribute of one.
+    """
+    steps, index_of_offset = _instructions(frame.f_code)
+    at = index_of_offset.get(frame.f_lasti)
+    if at is None:
+        return None
+    subscript = steps[at].opname == "BINARY_SUBSCR" or (
+        steps[at].opname == "BINARY_OP" and steps[at].argrepr == "[]"  # since Python 3.14
+    )
+    if not subscript and steps[at].opname != "CONTAINS_OP":
+        return None
+    end = _operand(steps, at - 1) if subscript else at
+    start = None if end is None else _operand(steps, end - 1)
+    if start is None or end is None:
+        return None
+    value = _value(frame, steps[start], [step.argval for step in steps[start + 1 : end]])
+    if not isinstance(value, dict | set | frozenset):
+        return None
+    return value, subscript and hasattr(type(value), "__missing__")
+
+
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL",
+          "LOAD_NAME", "LOAD_CONST")  # fmt: skip
+
+
+def _operand(steps: tuple[dis.Instruction, ...], at: int) -> int | None:
+    """Return the first instruction of a variable with attributes that ends at ``at``, or None."""
+    while at >= 0 and steps[at].opname == "LOAD_ATTR":
+        at -= 1
+    return at if at >= 0 and steps[at].opname in _LOADS else None
+
+
+def _value(frame: FrameType, load: dis.Instruction, attributes: Sequence[str]) -> Any:
+    """Return a constant, or the value of a variable or of an attribute of it; or None."""
+    if load.opname == "LOAD_CONST":
+        value = load.argval
+    else:
+        name = load.argval
+        value = frame.f_locals.get(name, frame.f_globals.get(name))
+    for attribute in attributes:
+        try:
+            value = object.__getattribute__(value, "__dict__").get(attribute)
+        except (AttributeError, TypeError):
+            return None
+    return value

@@ -15,7 +15,8 @@ _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _FUNCTIONS = frozenset({
     "min", "max", "abs", "int", "float", "round", "math.floor", "math.ceil", "math.trunc",
-    "math.sqrt",
+    "math.sqrt", "math.cos", "math.cosh", "math.sin", "math.sinh", "math.tan", "math.tanh",
+    "math.acos", "math.asin", "math.atan", "math.exp", "math.log", "math.log2",
 })  # fmt: skip
 
 

@@ -70,14 +70,17 @@ def _functional_handler() -> None:
 
 @entry(
     "Steps of optimizers",
-    """torch.amp.grad_scaler.GradScaler._maybe_opt_step Optimizer._init_group""",
+    """torch.amp.grad_scaler.GradScaler._maybe_opt_step Optimizer._init_group
+    torch.optim.optimizer._get_value""",
     use="functional_optimizer(...).init() makes the state that the first step would make; a trace "
-    "undoes a step that a GradScaler skips.",
+    "undoes a step that a GradScaler skips, and counts steps in double precision.",
     stand_in="An empty state: a scan then begins after a first step outside of it. A refusal of "
-    "GradScaler.step in traces.",
+    "GradScaler.step in traces. Counts of steps in float32.",
     risk=Risk.MEDIUM,
 )
 def _optimizer_state() -> None:
+    from torch.optim import optimizer as base
+
     from tsfunc.bridge.tracers.optimizers import make_state
 
     param = torch.ones(2, requires_grad=True)
@@ -89,3 +92,4 @@ def _optimizer_state() -> None:
     scaler: Any = torch.amp.GradScaler("cpu")
     scaler._maybe_opt_step(adam, {"found_inf_per_device": {"cpu": torch.tensor(1.0)}})
     expect(bool((param == 1).all()), "no step with an infinite gradient")
+    expect(base._get_value(torch.tensor(2.0)) == 2, "a number of the state")

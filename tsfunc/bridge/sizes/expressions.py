@@ -19,7 +19,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -139,6 +139,20 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
 # --- text for people, and code
 
 
+FUNCTIONS_OF_MATH: Final[Mapping[str, Callable[..., float]]] = {
+    name: getattr(math, name)
+    for name in (
+        "sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "acos", "asin", "atan", "exp", "log",
+        "log2",
+    )
+}  # fmt: skip
+"""The functions of ``math`` that expressions have, by name."""
+RECORDED_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    name: getattr(torch, f"_sym_{name}", function) for name, function in FUNCTIONS_OF_MATH.items()
+}
+"""The functions in their places in graphs, which take symbolic numbers in torch's own traces."""
+
+
 def python_text(expr: Any) -> str:
     """Return an expression as text for people: as in `code_text`, with fewer parentheses."""
     from sympy import And, Not, Or
@@ -181,6 +195,12 @@ def _printer() -> Any:
         def _helper_sqrt(self, expr: Any) -> str:
             return f"math.sqrt({self.stringify([expr], '', 0)})"
 
+    def function_of_math(name: str, printer: Any, expr: Any) -> str:
+        return f"math.{name}({printer.stringify(expr.args, '', 0)})"
+
+    for name in FUNCTIONS_OF_MATH:
+        method = functools.partialmethod(functools.partial(function_of_math, name))
+        setattr(Printer, f"_print_OpaqueUnaryFn_{name}", method)
     for kind in ("Add", "Mul", "Pow"):
         setattr(Printer, f"_print_{kind}", getattr(StrPrinter, f"_print_{kind}"))
     return Printer
@@ -287,6 +307,8 @@ def _recorded() -> Any:
         def trunc(x: Any) -> Any:
             return torch.sym_float(_called(math.trunc, x))
 
+    for name, function in RECORDED_FUNCTIONS.items():
+        setattr(NumberRecorder, name, staticmethod(functools.partial(_called, function)))
     return NumberRecorder
 
 

@@ -13,23 +13,46 @@ schema, and becomes ``torch.full``.
 Private names used here (torch 2.13 and 2.14): the kind of an argument's ``real_type`` in an
 overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
 the call; ``torch.return_types`` has the named tuples of functions with several results.
+
+NOTE [functions of math]
+``math.cos`` is written in C and needs the value of a symbolic number, which would be a constant of
+the program. While a function is traced, the module ``math`` has functions that return a symbolic
+number for one, and the module's result for any other number. They equal the functions that they
+replace, so that guards on members of ``math`` hold on other threads. Only numbers that are inputs
+are treated so: the functions of named dims stay as they are.
+
+NOTE [lookups of numbers]
+``epoch in milestones`` and ``rates[epoch]`` look for a number among the keys of a dict or a set. A
+symbolic number has no hash in torch, since equal numbers must have equal hashes. The outcome of a
+lookup depends on the keys alone that equal the number, so the number is compared with each key
+(these comparisons are guards), and its hash is that of its value in the call. The container is read
+off the bytecode of the caller. Any other use of the hash is refused, as in torch: ``seen[epoch] =
+x`` would put the symbol into the dict.
+
+Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy.functions`` has the functions of
+``math`` in expressions; ``create_symfloatnode`` makes a symbolic number of an expression.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
 from torch._ops import OpOverload, OpOverloadPacket
 
+from tsfunc.bridge.sizes.expressions import FUNCTIONS_OF_MATH
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
+from tsfunc.bridge.tracers.torch_settings import replaces_in_traces
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.bridge.tracers.user_queries import KINDS, LISTS, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
+from tsfunc.dispatch.user_checks import looked_up
 from tsfunc.types.sizes import DimExpr, solved_for
 
 
@@ -274,3 +297,93 @@ for _kind in (torch.SymInt, torch.SymFloat):
 for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
     if not hasattr(torch.SymInt, _name):
         setattr(torch.SymInt, _name, _function)
+
+
+# --- functions of the module math: NOTE [functions of math]
+
+
+class _FunctionOfMath:
+    """A function of ``math`` that takes symbolic numbers, too."""
+
+    def __init__(self, own: Callable[..., float]) -> None:
+        self.own = own
+        functools.update_wrapper(self, own)
+
+    def __call__(self, *args: Any) -> Any:
+        if len(args) == 2 and self.own is _log and not _SYMBOLIC.isdisjoint(map(type, args)):
+            return self(args[0]) / self(args[1])
+        if len(args) == 1 and type(args[0]) in _SYMBOLIC:
+            return _of_number(self.own, args[0])
+        return self.own(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.own
+
+    def __hash__(self) -> int:
+        return hash(self.own)
+
+
+def own_function(function: Any) -> Any:
+    """Return the function of ``math`` in whose place another one is; other values unchanged."""
+    return function.own if type(function) is _FunctionOfMath else function
+
+
+_SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})
+_log = FUNCTIONS_OF_MATH["log"]
+
+
+def _of_number(own: Callable[..., float], number: Any) -> Any:
+    """Return a function of a symbolic number, which is symbolic if the number is an input."""
+    if _symbols_of_input(number) is None:
+        return own(number)
+    from torch.utils._sympy import functions
+
+    number = torch.sym_float(number)
+    expr = getattr(functions, f"OpaqueUnaryFn_{own.__name__}")(number.node.expr)
+    env = number.node.shape_env
+    return env.create_symfloatnode(expr, hint=own(number.node.hint))
+
+
+def _symbols_of_input(number: Any) -> Any:
+    """Return the symbols of a trace if a symbolic number depends on numbers among its inputs alone.
+
+    The result is None for other numbers, and for numbers that are known.
+    """
+    symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
+    known = symbols is None or number.node.hint is None or not symbols.is_of_inputs(number)
+    return None if known else symbols
+
+
+_FOR_NUMBERS: Final = {name: _FunctionOfMath(own) for name, own in FUNCTIONS_OF_MATH.items()}
+replaces_in_traces(math, FUNCTIONS_OF_MATH, _FOR_NUMBERS)
+
+
+# --- lookups in dicts and sets: NOTE [lookups of numbers]
+
+
+def _hash_in_lookups(kind: Any) -> Callable[[Any], int]:
+    """Return ``__hash__`` of a kind of symbolic numbers."""
+    own = kind.__hash__
+
+    @functools.wraps(own)
+    def hashed(number: Any) -> int:
+        if _symbols_of_input(number) is None or not in_user_code():
+            return int(own(number))
+        own_frame = inspect.currentframe()
+        caller = own_frame and own_frame.f_back
+        keys, needs_key = (caller and looked_up(caller)) or (None, False)
+        if keys is None or len(keys) > _MOST_KEYS or not _PLAIN_KEYS.issuperset(map(type, keys)):
+            return int(own(number))
+        found = [key for key in keys if type(key) is not str and number == key]
+        if needs_key and not found:
+            return int(own(number))
+        return hash(number.node.hint)
+
+    return hashed
+
+
+_MOST_KEYS = 64
+_PLAIN_KEYS: Final = frozenset({int, float, str, bool})
+
+for _kind in (torch.SymInt, torch.SymFloat):
+    _kind.__hash__ = _hash_in_lookups(_kind)  # type: ignore[method-assign]

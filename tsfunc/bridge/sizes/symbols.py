@@ -372,6 +372,11 @@ class Symbols:
         names = [self._names.get(symbol) for symbol in number.node.expr.free_symbols]
         return bool(names) and self._read_as_numbers.issuperset(names)
 
+    def is_of_inputs(self, number: Any) -> bool:
+        """True if a number depends on numbers among the inputs, and on nothing else."""
+        symbols = number.node.expr.free_symbols
+        return bool(symbols) and all(self._names.get(each) in self.scalars for each in symbols)
+
     def _as_names(self) -> dict[Any, Any]:
         """Return each symbol as an expression in a symbol with its Python name."""
         return {

@@ -38,8 +38,9 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -353,3 +354,53 @@ def as_if_compiling() -> Iterator[None]:
             yield
     finally:
         _tracing_blocks.blocks = before
+
+
+# --- functions of modules that others replace while functions are traced
+
+
+_ours: list[tuple[ModuleType, Mapping[str, Any], Mapping[str, Any]]] = []
+_replacing: set[object] = set()
+
+
+def replaces_in_traces(
+    module: ModuleType, own: Mapping[str, Any], others: Mapping[str, Any]
+) -> None:
+    """Declare functions that replace those of a module while functions are traced.
+
+    Other threads call them too, so they must do the same as the functions of the module there.
+
+    Args:
+        module: the module.
+        own: its functions, by name.
+        others: the functions that replace them, by name.
+    """
+    _ours.append((module, own, others))
+
+
+@contextmanager
+def functions_of_traces() -> Iterator[None]:
+    """Put the functions of :func:`replaces_in_traces` into their modules, in a block."""
+    block = object()
+    with undoing(functools.partial(_end_replacing, block)):
+        with _changing:
+            _replacing.add(block)
+            for module, own, others in _ours:
+                _replace(module, own, others)
+        yield
+
+
+def _end_replacing(block: object) -> None:
+    with _changing:
+        _replacing.discard(block)
+        if not _replacing:
+            for module, own, others in _ours:
+                _replace(module, others, own)
+
+
+def _replace(module: ModuleType, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Replace functions of a module, except for those that something else has replaced."""
+    members = vars(module)
+    for name, function in after.items():
+        if members.get(name) is before[name]:
+            members[name] = function

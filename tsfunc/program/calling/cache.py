@@ -32,7 +32,7 @@ from tsfunc.program.closure.guard_codegen import (
     key_orders,
     opening_lines,
 )
-from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.closure.read_guards import OfBranch, ReadGuards
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
 from tsfunc.program.guarding.guards import ArgumentGuard, Facts, UnquotedText
 from tsfunc.program.guarding.inputs import input_text
@@ -312,7 +312,8 @@ def fact_text(value: Any) -> str:
         return str(value).removeprefix("torch.")
     if isinstance(value, type):
         return value.__qualname__
-    return str(value) if type(value) in (int, bool, float, tuple, UnquotedText) else describe(value)
+    plain = type(value) in (int, bool, float, tuple, UnquotedText, OfBranch)
+    return str(value) if plain else describe(value)
 
 
 def _brief(descriptor: Any) -> str:

@@ -90,7 +90,7 @@ from tsfunc.user_code import user_location
 ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
 # The number of programs whose values besides the arguments are compared with a call's.
-_COMPARED = 4
+_COMPARED = 8
 
 
 class _ValuesByName(dict[str, Any]):

@@ -36,7 +36,12 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_out
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
-from tsfunc.bridge.tracers.torch_settings import is_compiling, no_seeding, outside_modes
+from tsfunc.bridge.tracers.torch_settings import (
+    functions_of_traces,
+    is_compiling,
+    no_seeding,
+    outside_modes,
+)
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
@@ -271,7 +276,8 @@ class _Trace:
                 self.level, self.instances, self._attributes.append, self._record
             )
             self.must_undo = True
-            with is_compiling(), self.level, watching_random(), watching_factories():
+            watching = watching_random(), watching_factories()
+            with is_compiling(), self.level, watching[0], watching[1], functions_of_traces():
                 return self._call(self._arguments())
 
     def undo_assignments(self) -> None:
@@ -460,7 +466,9 @@ class _Trace:
                     f"{self.request.label}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            self.instances.builder.read_guards.add(ReadCondition(condition.code, condition.text))
+            self.instances.builder.read_guards.add(
+                ReadCondition(condition.code, condition.text, condition.number is not None)
+            )
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""

@@ -21,10 +21,12 @@ from tsfunc.program.calling.cache import (
     fact_text,
     subjects,
 )
+from tsfunc.program.closure.read_guards import OfBranch
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.types.values import same_value
 
 AFTER = 2  # the number of programs that differ in one value from a call
+_BRANCHES = 6  # the same for a value by which the function branches
 _SHOWN = 3  # the number of values that a warning shows
 
 
@@ -65,9 +67,11 @@ def warning_about_others(
         cache.warned_about.add(name)
         listed = ", ".join(map(fact_text, [*reversed(earlier[: _SHOWN - 1]), now]))
         verb = "vary" if name.startswith("the keys") else "varies"
+        branches = any(isinstance(each, OfBranch) for each in earlier)
+        traced = "the function takes another branch" if branches else "each value is traced again"
         return (
-            f"specialize({call.target.name}): {name} {verb}, and each value is traced again "
-            f"({name}: {listed}).\n{remedies[name]}"
+            f"specialize({call.target.name}): {name} {verb}, and {traced} ({name}: {listed}).\n"
+            f"{remedies[name]}"
         )
     return None
 
@@ -87,19 +91,32 @@ def _seen_outside(
 ) -> dict[str, tuple[Any, list[Any]]]:
     """Return the values from outside that alone distinguish a call from enough programs.
 
+    Numbers that always vary together count as one, and the first of them is returned.
+
     Args:
         differences: for each program the values that differ, in the call and in the program.
 
     Returns:
         The value in the call and the values of the programs, by the user's spelling.
     """
+    listed = list(differences)
+    branching = {
+        name for each in listed for name, (_, x) in each.items() if isinstance(x, OfBranch)
+    }
     now: dict[str, Any] = {}
-    seen: dict[str, list[Any]] = {}
-    for each in differences:
-        if len(each) == 1:
-            ((name, (now[name], before)),) = each.items()
-            _add_value(seen, name, before)
-    return {name: (now[name], values) for name, values in seen.items() if len(values) >= AFTER}
+    seen: dict[frozenset[str], dict[str, list[Any]]] = {}
+    for each in listed:
+        numbers = all(type(value) in (int, float) for value, _ in each.values())
+        if len(each) == 1 or (numbers and branching.isdisjoint(each)):
+            values = seen.setdefault(frozenset(each), {})
+            for name, (now[name], before) in each.items():
+                _add_value(values, name, before)
+    firsts = [max(values.items(), key=lambda item: len(item[1])) for values in seen.values()]
+    return {
+        name: (now[name], values)
+        for name, values in firsts
+        if len(values) >= (_BRANCHES if name in branching else AFTER)
+    }
 
 
 def _add_value(seen: dict[str, list[Any]], name: str, value: Any) -> None:

@@ -43,6 +43,7 @@ from typing import Any, Literal
 
 import torch
 
+from tsfunc.bridge.sizes.symbolic_numbers import own_function
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
@@ -475,7 +476,7 @@ class LibraryReads:
         above = reached(owner, way[:-1])
         if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
-        member = vars(above).get(way[-1], MISSING)
+        member = own_function(vars(above).get(way[-1], MISSING))
         if isinstance(member, (*CODE, *_PLAIN, types.NoneType)):
             self.guards.add(MemberIs(above, way[-1], member))
             if isinstance(member, type):

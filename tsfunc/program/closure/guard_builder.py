@@ -484,12 +484,13 @@ class GuardBuilder:
                 at = source.attribute(key, text, owner)
             else:
                 at = source.item(key, text, owner)
-            settable = hasattr(value, "__setitem__")
+            into = vars(value) if isinstance(value, types.SimpleNamespace) else value
+            settable = hasattr(into, "__setitem__")
             if settable and self.numbers.is_input(item, text):
                 self.numbers.add(item, at, guards)
-                self.numbers.put_into(value, key, functools.partial(self.numbers.of, text))
+                self.numbers.put_into(into, key, functools.partial(self.numbers.of, text))
             elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
-                self.numbers.put_into(value, key, self.tuple_of_numbers(item, at))
+                self.numbers.put_into(into, key, self.tuple_of_numbers(item, at))
             else:
                 self.guard(item, at)
 

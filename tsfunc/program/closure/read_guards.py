@@ -405,14 +405,26 @@ class ReadNumber(ReadGuard):
 
 @dataclass(frozen=True, eq=False)
 class ReadCondition(Guard):
-    """A condition on numbers that are inputs, which the function has tested."""
+    """A condition on numbers that are inputs, which the function has tested.
+
+    Attributes:
+        code: the condition as Python code.
+        text: the condition in the user's names.
+        fixes: whether it holds for one value of a number alone.
+    """
 
     code: str
     text: str
+    fixes: bool = False
 
     def lines(self, code: GuardCode) -> Iterable[str]:
+        """Compute the condition; it does not hold for numbers with which it can't be computed."""
         code.scope["math"] = math
-        return (f"if not ({self.code}): return None",)
+        return (
+            "try:",
+            f"    if not ({self.code}): return None",
+            "except (ArithmeticError, ValueError): return None",
+        )
 
     def texts(self, name: Names) -> Iterable[str]:
         return (self.text,)
@@ -467,7 +479,9 @@ class MemberIs(Guard):
             read = operator.itemgetter(*members)
             get, of, before = map(code.name, (read, vars(owner), read(members)))
             # Tuples compare their items by identity first, and NaN does not equal itself.
-            differs = "is not" if len(members) == 1 else "!="
+            # A function of ``math`` equals its replacement: NOTE [functions of math].
+            alone = len(members) == 1 and owner is not math
+            differs = "is not" if alone else "!="
             yield f"if {get}({of}) {differs} {before}: return None"
 
 
@@ -487,6 +501,10 @@ class NoMember(Guard):
         for owner, names in owners.values():
             held, absent = code.name(vars(owner)), code.name(frozenset(names))
             yield f"if not {held}.keys().isdisjoint({absent}): return None"
+
+
+class OfBranch(str):
+    """The text of a number with which the function took another branch."""
 
 
 _SHOWN = 8  # the number of refusing guards that are named
@@ -592,7 +610,8 @@ class ReadGuards:
             if isinstance(number, ReadNumber) and number.is_in(condition.code):
                 value = ReadGuards([], [(number.source, None)]).function(now)(flat)
                 if value is not None and not same_value(number.value, value[0]):
-                    found[number.source.text] = value[0], number.value
+                    before = number.value if condition.fixes else OfBranch(repr(number.value))
+                    found[number.source.text] = value[0], before
         return found
 
     def _refusing(self, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.expressions import OPERATORS, form_of_size, is_small, size_of_form
+from tsfunc.bridge.sizes.expressions import (
+    FUNCTIONS_OF_MATH,
+    OPERATORS,
+    RECORDED_FUNCTIONS,
+    form_of_size,
+    is_small,
+    size_of_form,
+)
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
@@ -49,12 +56,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             "lshift", "rshift",
         )
     },
-    **{name: getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
+    **{name: getattr(math, name) for name in ("trunc", "ceil", "floor")},
+    **FUNCTIONS_OF_MATH,
+    **{function.__name__: function for function in RECORDED_FUNCTIONS.values()},
     **{
         name: getattr(torch, name)
-        for name in (
-            "sym_max", "sym_min", "sym_float", "sym_int", "sym_ite", "sym_not", "_sym_sqrt",
-        )
+        for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_ite", "sym_not")
     },
     "int": int, "float": float, "bool": bool, "min": min, "max": max, "round": round,
     "Size": torch.Size,

@@ -273,6 +273,9 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         known = seen.setdefault(key, node) if key is not None else node
         if known is node or (aliases.escapes(known) and aliases.escapes(node)):
             continue
+        for fact in ("number", "expr", "value"):  # a part of a number does not have all of them
+            if fact in node.meta:
+                known.meta.setdefault(fact, node.meta[fact])
         aliases.replace(node, known)
 
 
