@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -91,16 +92,21 @@ class FunctionalOptimizer:
             tree.paths(), leaves, gradients, states, strict=True
         ):
             self._check(path, leaf, gradient, before)
-        made = [_leaf(each) for each in leaves]
+        recorded = bool(self.options.get("differentiable"))
+        made = [each.clone() if recorded else _leaf(each) for each in leaves]
         optimizer = self._optimizer(made, options)
         for leaf, gradient, before in zip(made, gradients, states, strict=True):
-            leaf.grad = None if gradient is None else gradient.detach()
+            leaf.grad = gradient if recorded or gradient is None else gradient.detach()
             if before:
-                optimizer.state[leaf] = {name: _copy(value) for name, value in before.items()}
-        with as_if_compiling():
+                copies = {name: _copy(value, recorded) for name, value in before.items()}
+                optimizer.state[leaf] = copies
+        with as_if_compiling(), warnings.catch_warnings():
+            # The copies of a differentiable step are no leaves, and have a .grad all the same.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             optimizer.step()
         after = [dict(optimizer.state[leaf]) for leaf in made]
-        return tree.unflatten([leaf.detach() for leaf in made]), tree.unflatten(after)
+        results = made if recorded else [leaf.detach() for leaf in made]
+        return tree.unflatten(results), tree.unflatten(after)
 
     def _optimizer(self, leaves: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return an optimizer of the parameters whose groups have the given options."""
@@ -185,7 +191,10 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     Args:
         cls: a class of ``torch.optim``, or another optimizer that is made from a list of
             parameters.
-        options: the options of its constructor, as keyword arguments, such as ``lr``.
+        options: the options of its constructor, as keyword arguments, such as ``lr``. With
+            ``differentiable=True`` derivatives go through the steps: by the parameters, the
+            gradients, the state, and a learning rate that is a tensor. Without it the results of
+            a step are constants for derivatives, as for torch's optimizers.
 
     Returns:
         A :class:`FunctionalOptimizer` with ``init(params)``, which returns the state, and
@@ -194,7 +203,6 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     Raises:
         TypeError: ``cls`` is not a class of optimizers; or its ``step`` needs a closure that it
             calls several times (``torch.optim.LBFGS``).
-        ValueError: ``differentiable=True``: a step is not recorded for derivatives.
 
     Example:
         >>> import torch
@@ -224,11 +232,6 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
             f"functional_optimizer: {cls.__name__}.step needs a closure that it calls as often as "
             f"the values of the loss require; a function of gradients can't call it."
         )
-    if options.get("differentiable"):
-        raise ValueError(
-            "functional_optimizer: got differentiable=True, but a step is not recorded for "
-            "derivatives. Write the update with tensor operations to differentiate by it."
-        )
     return FunctionalOptimizer(cls, options)
 
 
@@ -236,5 +239,7 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone().requires_grad_()
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _copy(value: Any, recorded: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if recorded else value.detach().clone()
