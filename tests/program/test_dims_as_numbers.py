@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import Dim, load, specialize
+from tsfunc import Dim, load, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import ConstraintViolation, DescriptorViolation
 
@@ -52,6 +52,99 @@ def test_a_number_reaches_tensors() -> None:
     for n in SIZES:
         x = torch.randn(n, n + 1)
         torch.testing.assert_close(made(x), f(x))
+
+
+def of_sizes(function: Any) -> Any:
+    """Return a function of tensors, without the annotations that leave out numbers alone."""
+    return function
+
+
+OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda n, m: torch.add(n, m, alpha=2),
+    "sub": lambda n, m: torch.sub(n, 3),
+    "subtract": lambda n, m: of_sizes(torch.subtract)(9, n),
+    "mul": lambda n, m: torch.mul(n, m),
+    "multiply": lambda n, m: torch.multiply(n / 2, m),
+    "div": lambda n, m: torch.div(n, m),
+    "div, rounded": lambda n, m: torch.div(n, 3, rounding_mode="trunc"),
+    "divide": lambda n, m: torch.divide(input=n, other=4),
+    "true_divide": lambda n, m: torch.true_divide(7, n),
+    "floor_divide": lambda n, m: torch.floor_divide(n, 4),
+    "floor_divide by another": lambda n, m: torch.floor_divide(m, n),
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "in vmap"])
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_functions_of_tensors_take_numbers_alone(name: str, mapped: bool) -> None:
+    """torch makes tensors of the numbers; those of symbolic numbers have arbitrary values."""
+
+    def f(x: Tensor) -> Any:
+        made = OF_NUMBERS[name](x.shape[0], x.shape[1])
+        return made, (vmap(lambda row: row * made)(x) if mapped else x * made)
+
+    program = specialize(f, {"x": Meta(["n", "m"])})
+    for n in SIZES:
+        x = torch.randn(n, n + 1)
+        torch.testing.assert_close(program(x), f(x))
+    assert len(program.programs) <= 2
+    torch.testing.assert_close(specialize(f)(x), f(x))
+
+
+def int_of(count: Tensor) -> Any:
+    return count.item()
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "view": lambda x: x.view(of_sizes(torch.div)(x.shape[0], 3, rounding_mode="trunc"), -1),
+    "slice": lambda x: x[: torch.as_tensor(x.shape[0]) // 2],
+    "slice between": lambda x: x[torch.tensor(1) : torch.tensor(x.shape[0]) - 1],
+    "index": lambda x: x[torch.tensor(x.shape[0]) - 1],
+    "item": lambda x: x.new_zeros(int_of(torch.tensor([x.shape[0], 2]).prod() + 1)),
+    "tolist": lambda x: x.reshape(torch.tensor(x.shape).flip(0).tolist()),
+    "unbind": lambda x: x.expand(torch.stack([*torch.tensor([2, *x.shape])]).tolist()),
+    "remainder": lambda x: torch.arange(int_of(torch.tensor(x.shape[0]) % 5)),
+    "largest": lambda x: torch.ones(int_of(torch.tensor(x.shape).max())),
+    "bool": lambda x: x + 1 if torch.tensor(x.shape[0]) > 1 else x - 1,
+    "of a number": lambda x: x[: int(torch.tensor(7) // 3)],
+    "clone": lambda x: x[: torch.tensor([x.shape[0] - 2]).clone().squeeze()],
+}
+
+
+class TestNumbersInTensors:
+    """Elements of tensors that are computed from sizes alone are numbers of the program."""
+
+    @pytest.mark.parametrize("sizes", ["open", "fixed"])
+    @pytest.mark.parametrize("name", READS)
+    def test_read(self, name: str, sizes: str) -> None:
+        f = READS[name]
+        dims: Any = [Dim("n", min=3, multiple_of=3), "m"] if sizes == "open" else [6, 4]
+        program = specialize(f, {"x": Meta(dims)})
+        for n, m in ((6, 4), (3, 4), (9, 5)) if sizes == "open" else ((6, 4),):
+            x = torch.randn(n, m)
+            torch.testing.assert_close(program(x), f(x))
+        assert len(program.programs) == 1
+
+    def test_int_needs_one_size(self) -> None:
+        program = specialize(lambda x: x[: int(torch.tensor(x.shape[0]))], {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match="n == 4"):
+            program(torch.ones(4))
+
+    def test_written_tensors_have_data(self) -> None:
+        def f(x: Tensor) -> Any:
+            n = torch.tensor([x.shape[0], 1])
+            n[0] = 2
+            return x.new_zeros(int_of(n[0]))
+
+        x = torch.ones(5)
+        assert specialize(f, {"x": Meta(["n"])})(x).shape == f(x).shape
+
+    def test_tensors_from_outside_have_data(self) -> None:
+        count = torch.tensor(2)
+        program = specialize(lambda x: x.new_zeros(int_of(count + x.shape[0])), {"x": Meta(["n"])})
+        assert program(torch.ones(3)).shape == (5,)
+        count.fill_(4)
+        assert program(torch.ones(3)).shape == (7,)
 
 
 def test_new_tensor() -> None:

@@ -23,6 +23,7 @@ import torch
 from tsfunc.bridge.batch.masks import is_recorded_mask, write_by_mask
 from tsfunc.bridge.batch.selections import is_lazy, select
 from tsfunc.bridge.sizes.sized_indexing import basic_view, depends_on_sizes, is_traced_here
+from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
@@ -62,6 +63,9 @@ def _as_known_int(item: Any) -> Any:
     value = item
     while isinstance(value, BatchTracer | GradTracer) and getattr(value, "bdim", None) is None:
         value = value.value
+    if type(value) is TraceTracer:
+        number = value.known_number()
+        return item if number is None else number
     return int(value) if type(value) is torch.Tensor else item
 
 

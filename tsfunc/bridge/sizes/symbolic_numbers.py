@@ -113,6 +113,35 @@ def call_past_parser(
         return NotImplemented
 
 
+# The functions that take numbers for all of their tensors, as in `torch.div(x.shape[0], 2)`.
+_OF_NUMBERS = frozenset({
+    torch.add, torch.div, torch.divide, torch.floor_divide, torch.mul, torch.multiply, torch.sub,
+    torch.subtract, torch.true_divide,
+})  # fmt: skip
+
+
+def numbers_as_tensors(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call in a trace, with tensors for operands that are all numbers.
+
+    torch's parser makes tensors of them that are not traced: one for a symbolic number has an
+    arbitrary value, and a kernel that converts one would write into a tensor without data.
+    """
+    if func not in _OF_NUMBERS:
+        return args, kwargs
+    if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    named = {k: _as_tensor(x) if k in ("input", "other") else x for k, x in kwargs.items()}
+    return [*map(_as_tensor, args[:2]), *args[2:]], named
+
+
+def _as_tensor(value: Any) -> Any:
+    if type(value) in KINDS:
+        return _tensor(value)
+    return torch.tensor(value) if isinstance(value, bool | int | float | complex) else value
+
+
 def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     op = operator_of(overload)
     level = innermost_level((*args, *kwargs.values()))

@@ -265,6 +265,11 @@ def _name_of(target: Callable[..., Any]) -> str | None:
     return name
 
 
+# The types of the numbers that methods read.
+_READS = {
+    "__bool__": bool, "__float__": float, "__index__": int, "__int__": int, "is_nonzero": bool,
+}  # fmt: skip
+
 # Operators whose results share memory with an argument and are not views of it to autograd.
 _CUT = frozenset({"aten::detach", "aten::_lazy_clone"})
 
@@ -341,11 +346,28 @@ class TraceTracer(Tracer):
         self.dispatch_level.tensor_guards.guard_all("{}.is_conj()")
         return self.value.is_conj()
 
+    def known_number(self) -> Any:
+        """Return the element of a tensor that is computed from sizes and plain numbers alone.
+
+        A number, or a symbolic number; None for any other tensor.
+        """
+        value = self.value
+        if value.dtype not in (torch.int64, torch.bool) or value.device.type != "cpu":
+            return None
+        if not all(type(size) is int and size == 1 for size in value.shape):
+            return None
+        from tsfunc.bridge.trace.numbers_in_tensors import number_of_sizes
+
+        made = {tracer.node: tensor for tensor, tracer in self.dispatch_level.lifted.values()}
+        return number_of_sizes(self.node, made)
+
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
+        if name in _READS and (number := self.known_number()) is not None:
+            return _READS[name](number)
         if name == "__bool__" and self.value.numel() == 1:
             refused = refused_outcome(catchable=False)
             if refused is not None:

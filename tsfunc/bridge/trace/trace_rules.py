@@ -153,6 +153,15 @@ def _allclose(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return True
 
 
+@register("aten::item", DispatchKey.Trace)
+def _item(value: TraceTracer) -> Any:
+    """Return an element as a number: a known number, or one that depends on data."""
+    number = value.known_number()
+    if number is not None:
+        return number
+    return trace_kernel(operator_of(torch.ops.aten.item.default), (value,), {})
+
+
 def guard_or_none(guard: Callable[..., T | None], *args: Any) -> T | None:
     """Return the result of a guard; None if it holds only for some sizes of a running trace.
 

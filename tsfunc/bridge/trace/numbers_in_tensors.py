@@ -1,0 +1,298 @@
+"""Numbers that a function puts into tensors: ``torch.tensor(x.shape[1]) // 2`` as a size.
+
+A trace has no data, but the elements of a tensor that is computed from sizes and plain numbers
+alone are known: each is a number, or an expression in the sizes. A read of such an element gives
+that number, as if the function had computed it without tensors.
+
+The elements are computed when they are read, from the nodes that lead to the tensor. An operator
+that only moves elements runs on their positions in a list; arithmetic appends to the list.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.user_queries import known_to_hold
+from tsfunc.dispatch import state
+
+MOST_ELEMENTS: Final = 64  # of a tensor whose elements are followed
+MOST_NODES: Final = 256  # that lead to a number
+_DTYPES: Final = (torch.int64, torch.bool)  # a number in them is exact
+_INT64: Final = 1 << 63
+
+
+class _Unknown(Exception):
+    """The elements do not follow from sizes and plain numbers."""
+
+
+def number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+    """Return the element of a tensor of one element, if it follows from sizes and plain numbers.
+
+    Args:
+        node: the node of the tensor.
+        made: the tensors of plain numbers that the function has made, by their nodes.
+
+    Returns:
+        A number, or a symbolic number; None if it is not known.
+    """
+    try:
+        order = [] if node in made else _leading_to(node, made)
+        if not order or _is_written(node.graph, {*order}):
+            return None
+        known = _Elements(made)
+        outside = torch_state.outside_all_levels(), state.outside_all_levels()
+        with outside[0], outside[1], torch.no_grad():
+            for each in order:
+                known.add(each)
+            return known.element(node)
+    except _Unknown:
+        return None
+
+
+def _leading_to(
+    node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
+) -> list[torch.fx.Node] | None:
+    """Return the tensors that a node is computed from, in order; None if there are others."""
+    order: dict[torch.fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        each = pending[-1]
+        if each in order or "number" in each.meta or each in made:
+            pending.pop()
+            continue
+        if len(order) + len(pending) > MOST_NODES or each.op != "call_function":
+            return None
+        if not _is_followed(each):
+            return None
+        inputs = [x for x in each.all_input_nodes if x not in order and x not in made]
+        inputs = [x for x in inputs if "number" not in x.meta]
+        if inputs:
+            pending += inputs
+        else:
+            order[pending.pop()] = None
+    return [*order]
+
+
+def _is_followed(node: torch.fx.Node) -> bool:
+    return (
+        node.target is operator.getitem
+        or _name(node) in (*_MAKES, *_MOVES, *_ARITHMETIC, *_FOLDS, "div", "add", "sub", "rsub")
+        or (node.meta.get("op") is not None and node.meta["op"].is_view)
+    )
+
+
+def _name(node: torch.fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else str(packet.__name__)
+
+
+def _is_written(graph: torch.fx.Graph, nodes: set[torch.fx.Node]) -> bool:
+    """True if a call writes into one of the tensors, or into a view of one."""
+    nodes = set(nodes)
+    for node in graph.nodes:
+        op = node.meta.get("op")
+        given = [x for x in node.all_input_nodes if x in nodes]
+        if not given or op is None:
+            continue
+        if op.writes:
+            return True
+        if op.is_view:
+            nodes.add(node)
+    return False
+
+
+class _Elements:
+    """The elements of tensors, as positions in one list of numbers."""
+
+    def __init__(self, made: Mapping[torch.fx.Node, torch.Tensor]) -> None:
+        self._numbers: list[Any] = []
+        self._positions: dict[torch.fx.Node, Any] = {}
+        self._made = made
+
+    def element(self, node: torch.fx.Node) -> Any:
+        """Return the element of a tensor of one element."""
+        return self._numbers[int(self._positions[node])]
+
+    def add(self, node: torch.fx.Node) -> None:
+        """Compute the elements of a node, given those of the nodes before.
+
+        Raises:
+            _Unknown: they do not follow from these.
+        """
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            plain = value.dtype in _DTYPES and value.device.type == "cpu"
+            known = all(type(size) is int for size in value.shape)
+            small = known and value.numel() <= MOST_ELEMENTS
+            if not plain or not small:
+                raise _Unknown
+        positions = self._computed(node)
+        if isinstance(value, torch.Tensor) and positions.shape != value.shape:
+            raise _Unknown
+        self._positions[node] = positions
+
+    def _computed(self, node: torch.fx.Node) -> Any:
+        name = _name(node)
+        if node.target is operator.getitem:
+            return self._positions[node.args[0]][node.args[1]]  # type: ignore[index]
+        source = node.args[0] if node.args else None
+        if name == "lift_fresh_copy" and isinstance(source, torch.fx.Node) and source in self._made:
+            constant = self._made[source]
+            return self._new(constant.flatten().tolist(), constant.shape)
+        if name in _MAKES:
+            return self._new([self._number(node.args[_MAKES[name]])], ()).expand(
+                node.meta["val"].shape
+            )
+        if name in _FOLDS and len(node.args) == 1 and not node.kwargs:
+            (x,) = self._operands(node.args)
+            return self._new([_FOLDS[name](self._at(x))], ())
+        if name in _FOLDS:
+            raise _Unknown
+        if name in _MOVES or node.meta["op"].is_view:
+            return self._moved(node)
+        return self._pointwise(self._function(node), self._operands(_operands_of(node)))
+
+    def _moved(self, node: torch.fx.Node) -> Any:
+        """Run an operator that moves elements on their positions."""
+
+        def positions(x: torch.fx.Node) -> Any:
+            if x not in self._positions:
+                raise _Unknown  # a symbolic number
+            return self._positions[x]
+
+        kwargs = {name: x for name, x in node.kwargs.items() if name in ("dim", "memory_format")}
+        assert callable(node.target)
+        return node.target(
+            *torch.fx.map_arg(node.args, positions), **torch.fx.map_arg(kwargs, positions)
+        )
+
+    def _function(self, node: torch.fx.Node) -> Callable[..., Any]:
+        name = _name(node)
+        if name == "div":
+            rounding = node.kwargs.get("rounding_mode")
+            name = {"floor": "floor_divide", "trunc": "trunc_divide"}.get(str(rounding), "")
+        if name in ("add", "sub", "rsub"):
+            alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
+            scale = self._number(alpha)
+            if name == "rsub":
+                return lambda a, b: b - a * scale
+            return lambda a, b: a + b * scale if name == "add" else a - b * scale
+        if name not in _ARITHMETIC:
+            raise _Unknown
+        return _ARITHMETIC[name]
+
+    def _operands(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return [
+            self._positions[x] if isinstance(x, torch.fx.Node) and x in self._positions
+            else self._new([self._number(x)], ())
+            for x in args
+        ]  # fmt: skip
+
+    def _number(self, arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            arg = arg.meta.get("number")
+        if type(arg) not in (int, bool, torch.SymInt, torch.SymBool):
+            raise _Unknown
+        return arg
+
+    def _at(self, positions: torch.Tensor) -> list[Any]:
+        return [self._numbers[i] for i in positions.flatten().tolist()]
+
+    def _pointwise(self, function: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Any:
+        columns = torch.broadcast_tensors(*operands)
+        rows = zip(*map(self._at, columns), strict=True)
+        return self._new([function(*row) for row in rows], columns[0].shape)
+
+    def _new(self, numbers: Sequence[Any], shape: Sequence[int]) -> torch.Tensor:
+        """Append numbers to the list, and return their positions."""
+        if any(type(x) is int and not -_INT64 <= x < _INT64 for x in numbers):
+            raise _Unknown
+        start = len(self._numbers)
+        self._numbers += numbers
+        return torch.arange(start, start + len(numbers)).reshape(shape)
+
+
+def _operands_of(node: torch.fx.Node) -> Sequence[Any]:
+    """Return the arguments of arithmetic that are operands."""
+    count = 1 if _name(node) in _OF_ONE else 2
+    if len(node.args) < count:
+        raise _Unknown
+    return node.args[:count]
+
+
+def _divided(a: Any, b: Any) -> Any:
+    if not known_to_hold(b != 0):
+        raise _Unknown
+    return a // b
+
+
+def _truncated(a: Any, b: Any) -> Any:
+    if not (known_to_hold(a >= 0) and known_to_hold(b > 0)):
+        raise _Unknown
+    return a // b
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    if not known_to_hold(b != 0):
+        raise _Unknown
+    return a % b
+
+
+def _sum(numbers: Sequence[Any]) -> Any:
+    return sum(numbers)
+
+
+def _product(numbers: Sequence[Any]) -> Any:
+    product: Any = 1
+    for number in numbers:
+        product = product * number
+    return product
+
+
+def _largest(numbers: Sequence[Any]) -> Any:
+    if not numbers:
+        raise _Unknown
+    largest = numbers[0]
+    for number in numbers[1:]:
+        largest = torch.sym_max(largest, number)
+    return largest
+
+
+def _least(numbers: Sequence[Any]) -> Any:
+    return -_largest([-number for number in numbers])
+
+
+# The operators that make tensors of a number, with the position of the number.
+_MAKES: Final = {"full": 1, "scalar_tensor": 0}
+# Those that return the elements of their arguments, and are not views.
+_MOVES: Final = frozenset({
+    "alias", "cat", "clone", "contiguous", "detach", "flatten", "lift_fresh", "lift_fresh_copy",
+    "repeat", "reshape", "stack",
+})  # fmt: skip
+# Those that compute each element from one element of each operand.
+_ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "floor_divide": _divided,
+    "trunc_divide": _truncated,
+    "remainder": _remainder,
+    "minimum": torch.sym_min,
+    "maximum": torch.sym_max,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+_OF_ONE: Final = frozenset({"neg"})
+# Those that compute one number from all elements.
+_FOLDS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
+    "sum": _sum, "prod": _product, "max": _largest, "min": _least,
+}  # fmt: skip
