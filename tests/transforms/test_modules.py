@@ -296,3 +296,11 @@ def test_a_parameter_that_differs_between_models_is_named(
     pattern = re.escape(f"{message}models[2]").replace(re.escape(".*"), ".*")
     with pytest.raises(RuntimeError, match=pattern):
         stack_module_state([one(), one(), other()])
+
+
+def test_stack_module_state_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.func, "stack_module_state", tsfunc.stack_module_state)
+    models = [torch.nn.Linear(2, 3) for _ in range(2)]
+    params, buffers = torch.func.stack_module_state(models)
+    assert not buffers
+    torch.testing.assert_close(params["weight"], torch.stack([m.weight for m in models]))

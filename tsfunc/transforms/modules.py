@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.func
 from torch import Tensor, nn
+
+# By its own name, which stays torch's after `torch.func.stack_module_state = ...`.
+from torch.func import stack_module_state as _stack_module_state
 
 from tsfunc.bridge.mesh.sharded_modules import gathered
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
@@ -60,7 +61,7 @@ def stack_module_state(
     if len({type(model) for model in models}) == 1:  # else torch raises the error
         for kind in ("parameters", "buffers"):
             _refuse_different(kind, [dict(getattr(model, f"named_{kind}")()) for model in models])
-    return torch.func.stack_module_state(models)
+    return _stack_module_state(models)
 
 
 def _refuse_different(kind: str, states: Sequence[State]) -> None:
