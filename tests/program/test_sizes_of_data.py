@@ -310,3 +310,19 @@ def test_a_python_loop_over_rows_of_data_is_refused_with_its_scan() -> None:
         DataDependentError, match=r"(?s)loop over the rows .*for row in rows:\nWrite .*tsfunc\.scan"
     ):
         tsfunc.specialize(mixture_by_loop)(*args, torch.randn(3, 4, 4))
+
+
+def int_of(count: Tensor) -> Any:
+    return count.item()
+
+
+def test_a_view_whose_size_of_data_equals_one_of_named_dims() -> None:
+    def f(x: Tensor, count: Tensor) -> Tensor:
+        return x.view(x.shape[0], int_of(count), 4).sum(-1)
+
+    dims: Any = ["n", tsfunc.Dim("m", min=4, multiple_of=4)]
+    program = tsfunc.specialize(f, {"x": Meta(dims), "count": Meta([])})
+    for n, m in ((2, 8), (3, 12)):
+        x, count = torch.randn(n, m), torch.tensor(m // 4)
+        torch.testing.assert_close(program(x, count), f(x, count))
+    assert len(program.programs) == 1

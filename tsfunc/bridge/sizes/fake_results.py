@@ -498,6 +498,8 @@ class FakeCache:
             offset = offset - tensors[source].storage_offset()
         size = value.untyped_storage().nbytes()
         size = size if isinstance(size, int) else size.node.hint
+        if size is None:  # it depends on data, and the sizes do not
+            raise IncompleteMetadataError
         symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
         return _Result(
             source, same >= 0, shape, strides, offset, metadata.dtype, metadata.device,
