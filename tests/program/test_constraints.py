@@ -733,3 +733,11 @@ def test_a_tensor_without_a_descriptor_is_named() -> None:
         x, y = r(n, 8), torch.randint(3, (n,))
         torch.testing.assert_close(program(args[0], x, y), f(args[0], x, y))
     assert program.cache_info().programs == 1
+
+
+def test_a_described_tensor_in_a_container_is_not_named() -> None:
+    def f(batch: dict[str, Tensor]) -> Tensor:
+        return torch.stack([row * 2 for row in batch["x"]])
+
+    text, _ = refused(f, {"batch": {"x": Meta(["n", 3])}}, {"x": r(4, 3)})
+    assert "n == 4" in text and "no descriptor" not in text

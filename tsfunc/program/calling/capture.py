@@ -472,10 +472,13 @@ class _Trace:
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""
+        paths = self.request.tree.paths()  # those in containers have longer paths
         return {
             spec.name: spec.example.shape
             for spec in self.request.inputs
-            if spec.name.isidentifier() and spec.name not in self.request.described
+            if spec.name.isidentifier()
+            and spec.name not in self.request.described
+            and len(paths[spec.position]) == 2
         }
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
