@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tsfunc import grad, jvp, vmap
 from tsfunc.bridge.tracers import call_plans
-from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, PlanStep
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, CallPlanTable, PlanStep
 
 Function = Callable[..., Any]
 
@@ -168,7 +168,7 @@ def test_calls_with_a_plan_equal_the_loop(name: str) -> None:
             torch.testing.assert_close(vmap(function, tuple(dims))(*tensors), expected)
 
 
-def plans(function: Any) -> Plans:
+def plans(function: Any) -> CallPlanTable:
     found = FUNCTION_PLANS[function]
     assert found is not None
     return found

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tsfunc import grad, jvp, pytrees, vmap
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.call_plans import Plan, PlanStep
+from tsfunc.bridge.tracers.call_plans import CallPlan, PlanStep
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.recipes import record
 from tsfunc.ops import fixed
@@ -38,7 +38,7 @@ MM = torch.ops.aten.mm.default
 
 
 def recorded(rule: Any, *args: Any, dims: Any = None, overload: Any = MM) -> Any:
-    plan = Plan(PlanStep.RULE, overload, rule, operator_of(overload))
+    plan = CallPlan(PlanStep.RULE, overload, rule, operator_of(overload))
     return record(plan, 5, dims or [0] * len(args), args, {}, False)
 
 
@@ -52,7 +52,7 @@ NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
     "version": lambda x, level: x * x._version,
     "base": lambda x, level: x if x._base is None else -x,
     "randomness": lambda x, level: x * level.randomness,
-    "examples": lambda x, level: x + level.examples(x.device).unsqueeze(1),
+    "examples": lambda x, level: x + level.example_indices(x.device).unsqueeze(1),
     "write": lambda x, level: x.add_(1),
     "write to a view": lambda x, level: x.view(-1).add_(1),
     "places": lambda x, level: x.new_zeros((x > 0).nonzero().shape),
@@ -107,7 +107,7 @@ def test_a_write_is_not_recorded_for_nested_batches() -> None:
     def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
         return args[0].new_zeros(5, 2).copy_(args[0]), 0
 
-    plan = Plan(PlanStep.RULE, MM, rule, operator_of(MM))
+    plan = CallPlan(PlanStep.RULE, MM, rule, operator_of(MM))
     assert record(plan, 5, [0], [torch.ones(5, 2)], {}, False) is not None
     assert record(plan, 5, [0], [torch.ones(5, 2)], {}, True) is None
 

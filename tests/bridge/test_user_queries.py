@@ -14,7 +14,7 @@ import torch
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
-from tsfunc.bridge.tracers.user_queries import implementation, in_user_code
+from tsfunc.bridge.tracers.user_queries import in_user_code, transform_code
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -201,7 +201,7 @@ class TestUserCode:
         seen = []
 
         def f(x: torch.Tensor) -> torch.Tensor:
-            with implementation():
+            with transform_code():
                 seen.append(in_user_code())
             seen.append(in_user_code())
             return x

@@ -60,12 +60,12 @@ class Level:
     batch_size: int = SIZE
     randomness: str = "error"
     splitter: Splitter | None = None
-    in_formula: bool = False
+    in_backward_formula: bool = False
 
     def outside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def examples(self, device: torch.device) -> Tensor:
+    def example_indices(self, device: torch.device) -> Tensor:
         return torch.arange(self.batch_size, device=device)
 
     def random_key(self, generator: torch.Generator | None) -> Tensor:
@@ -74,7 +74,7 @@ class Level:
     def next_draw(self) -> int:
         return 0
 
-    def draws(self, generator: torch.Generator | None) -> None:
+    def on_random_op(self, generator: torch.Generator | None) -> None:
         pass
 
 

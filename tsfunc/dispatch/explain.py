@@ -151,7 +151,7 @@ def _kernel(entry: Entry | None, depth: int, level: Level | None) -> str:
 def _next_state(state: State, bit: int, level: Level | None) -> State | None:
     """Return the state that the kernel of a bit runs under; None if the kernel does not run."""
     if bit < WIDTH:
-        return state.below(bit)
+        return state.kernel_state(bit)
     return level.kernel_state(bit) if level is not None and level.alive else None
 
 

@@ -70,7 +70,7 @@ def no_key_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, 
     )
 
 
-def at_end(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def redispatched_by_backend(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for an operator that its own backend kernel redispatches."""
     return (
         f"{call(name, args, kwargs)}: no key is left to dispatch to: redispatch was called in the "

@@ -104,7 +104,7 @@ class Recorder:
         self._running = _RunningCalls()
         self._lock = threading.Lock()
 
-    def watched(
+    def with_recording(
         self,
         op: CalledOperator,
         bit: int,
@@ -176,7 +176,7 @@ class Recorder:
         if calls:
             calls[-1] = replace(calls[-1], how=how, rule=rule, source=source)
 
-    def exchanged(self, axis: str, collective: str, size: int) -> None:
+    def record_collective(self, axis: str, collective: str, size: int) -> None:
         """Record a collective along a mesh axis, of a value of ``size`` bytes."""
         with self._lock:
             times, sent = self.exchanges.get((axis, collective), (0, 0))

@@ -53,6 +53,5 @@ def run_as(
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Context manager: record the calls that are dispatched in the block."""
-    old = tls.state
-    with using(old.changed(old.include, old.mask, old.excluded, recorder)):
+    with using(tls.state.replace(recorder=recorder)):
         yield

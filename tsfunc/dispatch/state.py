@@ -45,7 +45,7 @@ class RemapArgs(Protocol):
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
         """Return the new arguments of the callable; None if they do not change."""
 
-    def anew(self) -> RemapArgs:
+    def fresh(self) -> RemapArgs:
         """Return a copy without the calls that this object has recorded."""
 
 
@@ -54,14 +54,16 @@ class State:
 
     ``mask`` lacks the keys that the user has excluded and the keys that a running kernel masks.
     The user's exclusions are in ``excluded`` too, and also hold at levels that are entered later.
-    The state is ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator
-    whose backend kernel runs: a redispatch of that operator has no key left. A state without levels
-    has the depth of the hidden levels of its thread in ``hidden`` (``outside_all_levels``).
+    The state is ``plain`` if nothing is included, excluded or recorded. ``backend_operator`` is the
+    operator whose backend kernel runs: a redispatch of that operator has no key left. A state
+    without levels has the depth of the hidden levels of its thread in ``hidden``
+    (``outside_all_levels``).
     """
 
     __slots__ = (
-        "_below",
-        "_ends",
+        "_backend_states",
+        "_kernel_states",
+        "backend_operator",
         "excluded",
         "hidden",
         "include",
@@ -71,7 +73,6 @@ class State:
         "recorder",
         "remap_args",
         "running",
-        "served",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,8 @@ class State:
         excluded: int = 0,
         recorder: Recorder | None = None,
         remap_args: RemapArgs | None = None,
+        backend_operator: object = None,
+        hidden: int = 0,
     ) -> None:
         self.include = include
         self.mask = mask
@@ -92,21 +95,21 @@ class State:
         self.recorder = recorder
         self.remap_args = remap_args
         self.plain = not (include or excluded or recorder)
-        self.served: object = None
-        self.hidden = 0
-        self._below: dict[int, State] | None = None
-        self._ends: dict[tuple[object, int], State] | None = None
+        self.backend_operator = backend_operator
+        self.hidden = hidden
+        self._kernel_states: dict[int, State] | None = None
+        self._backend_states: dict[tuple[object, int], State] | None = None
 
-    def below(self, bit: int) -> State:
+    def kernel_state(self, bit: int) -> State:
         """Return the state that the level-0 kernel of ``bit`` runs under.
 
         The kernel excludes its own bit and all higher ones, so that calling the operator again
         reaches the next key. Backends are not excluded, since they end every call. Keys that the
         user has excluded stay excluded.
         """
-        known = self._below
+        known = self._kernel_states
         if known is None:
-            known = self._below = {}
+            known = self._kernel_states = {}
         state = known.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1) | BACKEND_BITS & ~self.excluded
@@ -116,49 +119,35 @@ class State:
             )  # fmt: skip
         return state
 
-    def at_end(self, op: object, bit: int) -> State:
+    def backend_state(self, op: object, bit: int) -> State:
         """Return the state that the kernel of ``op`` for the backend ``bit`` runs under.
 
         The state excludes the same keys as :meth:`below`, except BackendSelect, which factories
         need. The kernel may call other operators, and its own operator on other values.
         """
-        known = self._ends
+        known = self._backend_states
         if known is None:
-            known = self._ends = {}
+            known = self._backend_states = {}
         state = known.get((op, bit))
         if state is None:
-            mask = self.below(bit).mask | _BACKEND_SELECT & ~self.excluded
-            state = known[op, bit] = self._copy(self.include, mask, self.excluded)
-            state.served = op
+            mask = self.kernel_state(bit).mask | _BACKEND_SELECT & ~self.excluded
+            state = known[op, bit] = self.replace(mask=mask, running=None, backend_operator=op)
         return state
 
-    def serving(self, op: object) -> State:
-        """Return this state with ``op`` as the operator whose backend kernel runs."""
-        state = self._copy(self.include, self.mask, self.excluded)
-        state.running, state.served = self.running, op
-        return state
-
-    def changed(self, include: int, mask: int, excluded: int, recorder: Recorder | None) -> State:
-        """Return this state with other sets and another recorder."""
-        state = State(include, mask, self.levels, self.running, excluded, recorder, self.remap_args)
-        state.served = self.served
-        return state
-
-    def _copy(self, include: int, mask: int, excluded: int) -> State:
-        return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
+    def replace(self, **changes: Any) -> State:
+        """Return a copy with other values of some attributes."""
+        attributes = {name: getattr(self, name) for name in _COPIED}
+        return State(**attributes | changes)
 
     def with_fresh_remap_args(self) -> State:
         """Return this state with a fresh ``remap_args``, to run a function a second time."""
-        if self.remap_args is None:
-            return self
-        return self.with_levels(self.levels, self.remap_args.anew())
+        return self if self.remap_args is None else self.replace(remap_args=self.remap_args.fresh())
 
-    def with_levels(self, levels: tuple[Level, ...], remap_args: RemapArgs | None = None) -> State:
-        """Return this state with other active levels; they have the same depths."""
-        return State(
-            self.include, self.mask, levels, self.running, self.excluded, self.recorder,
-            remap_args or self.remap_args,
-        )  # fmt: skip
+
+_COPIED: Final = (
+    "include", "mask", "levels", "running", "excluded", "recorder", "remap_args",
+    "backend_operator", "hidden",
+)  # fmt: skip
 
 
 class _ThreadState(threading.local):
@@ -239,8 +228,7 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """
     bits = DispatchKeySet(*keys).bits
     old = tls.state
-    both = old.include | bits
-    tls.state = old.changed(both, old.mask, old.excluded, old.recorder)
+    tls.state = old.replace(include=old.include | bits)
     try:
         yield
     finally:
@@ -268,9 +256,7 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
         else:
             bits |= bits_of(key)
     old = tls.state
-    mask = old.mask & ~bits
-    both = old.excluded | bits
-    tls.state = old.changed(old.include, mask, both, old.recorder)
+    tls.state = old.replace(mask=old.mask & ~bits, excluded=old.excluded | bits)
     try:
         yield
     finally:
@@ -489,8 +475,8 @@ class replacing_captured_levels:
     def __enter__(self) -> None:
         self._previous = [(x.outer, x.inner, x._kernel_states) for x in self._inside]
         for level in self._inside:
-            level.outer = level.outer.with_levels(self._seen(level.outer.levels))
-            level.inner = level.inner.with_levels(self._seen(level.inner.levels))
+            level.outer = level.outer.replace(levels=self._seen(level.outer.levels))
+            level.inner = level.inner.replace(levels=self._seen(level.inner.levels))
             level._kernel_states = {}
 
     def __exit__(self, *exc: object) -> None:
@@ -505,9 +491,8 @@ def outside_all_levels() -> AbstractContextManager[None]:
     block may use: a traced function may call a pullback whose graph has such values.
     """
     before = tls.state
-    state = State(0, -1, (), recorder=before.recorder)
-    state.hidden = before.levels[-1].depth if before.levels else before.hidden
-    return using(state)
+    hidden = before.levels[-1].depth if before.levels else before.hidden
+    return using(State(0, -1, (), recorder=before.recorder, hidden=hidden))
 
 
 def running_level() -> Level | None:

@@ -158,7 +158,7 @@ class Operator:
         """
         keys = backends_of_arguments(args, kwargs)
         kernel, boxed, _, _ = self._cache.get(keys) or self._choose(keys, args, kwargs)
-        with using(tls.state.serving(self)):
+        with using(tls.state.replace(backend_operator=self)):
             return kernel(self, args, kwargs) if boxed else kernel(*args, **kwargs)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
@@ -210,9 +210,11 @@ class Operator:
             tls.state = state = level.kernel_state(bit)
         else:
             ends = BACKEND_BITS >> bit & 1
-            tls.state = state = previous.at_end(self, bit) if ends else previous.below(bit)
+            tls.state = state = (
+                previous.backend_state(self, bit) if ends else previous.kernel_state(bit)
+            )
         if state.recorder is not None:
-            kernel, boxed = state.recorder.watched(self, bit, level, kernel, boxed), True
+            kernel, boxed = state.recorder.with_recording(self, bit, level, kernel, boxed), True
         try:
             if restore and depth:
                 assert level is not None
@@ -315,7 +317,7 @@ def on_register(listener: Listener) -> Listener:
     return listener
 
 
-def _changed(op: Operator, key: DispatchKey | None) -> None:
+def _invalidate(op: Operator, key: DispatchKey | None) -> None:
     op._cache.clear()
     for listener in _listeners:
         listener(op, key)
@@ -358,7 +360,7 @@ def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
             _refuse_duplicate(what, target._cells.get(key), site)
         for target in targets:
             target._cells[key] = Entry(kernel, False, "cell", site)
-            _changed(target, key)
+            _invalidate(target, key)
     return kernel
 
 
@@ -383,7 +385,7 @@ def register_catch_all(op: Any, kernel: Any = None) -> Any:
             _refuse_duplicate(f"register_catch_all({target.name})", target._catch_all, site)
         for target in targets:
             target._catch_all = Entry(kernel, False, "row", site)
-            _changed(target, None)
+            _invalidate(target, None)
     return kernel
 
 
@@ -437,10 +439,10 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
         return operator_for(op, args[1:], kwargs).redispatch(*args, **kwargs)
     operator = operator_for(op, args, kwargs)
     state = tls.state
-    if state.served is operator:
+    if state.backend_operator is operator:
         keys = (keys_of_arguments(args, kwargs)[0] | state.include) & state.mask
         if not keys & ~BACKEND_BITS:
-            raise DispatchError(messages.at_end(operator.name, args, kwargs))
+            raise DispatchError(messages.redispatched_by_backend(operator.name, args, kwargs))
     return operator(*args, **kwargs)
 
 

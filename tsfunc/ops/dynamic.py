@@ -57,7 +57,7 @@ def item(
     """
     one = args[0].select(dims[0], 0)
     if level.splitter is None:
-        if level.in_formula and common_value(args[0], "item") is not None:
+        if level.in_backward_formula and common_value(args[0], "item") is not None:
             return op(one), None
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "

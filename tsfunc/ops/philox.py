@@ -84,7 +84,7 @@ class Philox:
         generator: torch.Generator | None = None,
     ) -> None:
         self.device = device
-        self.examples = level.examples(device)
+        self.examples = level.example_indices(device)
         self._key = level.random_key(generator).to(device).view(2, 1, 1, 1)
         drawn = level.next_draw()
         # A column for the rows of the words.

@@ -45,7 +45,7 @@ def check_randomness(op: Any, level: RuleLevel, kwargs: Mapping[str, Any]) -> No
     Otherwise record on the level that an operator is about to draw.
     """
     refuse_in_error_mode(op, level)
-    level.draws(kwargs.get("generator"))
+    level.on_random_op(kwargs.get("generator"))
 
 
 def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:

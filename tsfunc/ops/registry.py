@@ -91,13 +91,13 @@ class RuleLevel(Protocol):
     @property
     def splitter(self) -> Splitter | None: ...
     @property
-    def in_formula(self) -> bool:
+    def in_backward_formula(self) -> bool:
         """True while a backward formula of torch runs."""
 
     def outside(self) -> AbstractContextManager[None]:
         """Context manager: torch runs on plain tensors, and no level or mode sees it."""
 
-    def examples(self, device: torch.device) -> Tensor:
+    def example_indices(self, device: torch.device) -> Tensor:
         """Return the index of each example of the batch in the whole vmapped call."""
 
     def random_key(self, generator: torch.Generator | None) -> Tensor:
@@ -106,7 +106,7 @@ class RuleLevel(Protocol):
     def next_draw(self) -> int | Tensor:
         """Count a draw; return the number before, of all examples or of each."""
 
-    def draws(self, generator: torch.Generator | None) -> None:
+    def on_random_op(self, generator: torch.Generator | None) -> None:
         """Record that an operator is about to draw from the generator (None: torch's default)."""
 
 

@@ -11,7 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.tracers.batch_tracer import outlived
+from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
@@ -109,7 +109,7 @@ def values_of_ended_levels(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
 
     See NOTE [values that outlive a vmap].
     """
-    values = outlived(tensors, {})
+    values = unwrap_ended(tensors, {})
     return tensors if values is None else values[0]
 
 

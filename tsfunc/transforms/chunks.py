@@ -11,7 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import CallKeys
-from tsfunc.bridge.tracers.generators import RefusesDraws, rewindable
+from tsfunc.bridge.tracers.generators import NoGeneratorStates, generator_states_for
 from tsfunc.ops.compressed import is_compressed
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
@@ -141,9 +141,9 @@ def run_in_chunks(
     run: RunPart,
 ) -> Any:
     """Run the examples in chunks and join the results."""
-    generators = rewindable(spec.randomness)
+    generators = generator_states_for(spec.randomness)
     if generators is not None and tracing_here():
-        generators = RefusesDraws(
+        generators = NoGeneratorStates(
             f"vmap({spec.name}, randomness={spec.randomness!r}, chunk_size={spec.chunk_size}): in "
             f"a trace the chunks can't begin with the same random numbers, as this randomness "
             f"needs it. Leave out chunk_size inside of specialize."

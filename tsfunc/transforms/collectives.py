@@ -277,7 +277,7 @@ def all_to_all(
         # The dims of the axes move to the front, so that each exchange keeps its dim in place.
         parts = parts.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
-            parts = physical.exchanged(level, parts, at, at)
+            parts = physical.exchange(level, parts, at, at)
         parts = parts.flatten(0, len(levels) - 1).movedim(0, concat)
         # The dim of a slice keeps its position; the received dim is in front of the concatenated
         # dim.

@@ -15,6 +15,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
+from tsfunc.bridge.tracers.checks import examples_text
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
 from tsfunc.user_code import folding
@@ -245,20 +246,12 @@ def check(holds: Any, message: str, /, *args: Any, **kwargs: Any) -> None:
             if len(indices) == batch_dims:
                 examples = [tuple(int(x[at]) for x in rest[:batch_dims]) for at in positions]
             text += f"\nThe check failed for {len(positions)} of {failed.numel()} examples"
-            raise FailedCheckError(text + _listed(examples), examples)
+            if not examples:
+                raise FailedCheckError(f"{text} that run here", examples)
+            first = " (the message is that of the first one)" if len(examples) > 1 else ""
+            raise FailedCheckError(f"{text}{examples_text(examples)}{first}", examples)
 
     Effect(run, checks=True)([holds, *indices, *tensors])
-
-
-def _listed(examples: Sequence[tuple[int, ...]]) -> str:
-    """Return the end of a message that lists examples."""
-    names = [str(each[0] if len(each) == 1 else each) for each in examples[:_SHOWN]]
-    more = ", ..." if len(examples) > _SHOWN else ""
-    first = " (the message is that of the first one)" if len(examples) > 1 else ""
-    return f": {', '.join(names)}{more}{first}" if examples else " that run here"
-
-
-_SHOWN = 10  # maximum number of examples in a message
 
 
 def _check_format(name: str, format: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

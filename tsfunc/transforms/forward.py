@@ -204,7 +204,7 @@ def _jvp(
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
-    own.roots = func, flat, directions
+    own.outside_roots = func, flat, directions
     try:
         with own, watching_random():
             pushed = _push(func, flat, directions, spec, own, strict, has_aux)

@@ -415,7 +415,7 @@ def _shards(
                     sizes = {name: level.batch_size for name, level in levels.items()}
                     check_divides(plans.name, x, plan.spec, sizes)
                 for dim, name in plan.spread:
-                    x = levels[name].exchanged("slice", (dim,), x)
+                    x = levels[name].exchange("slice", (dim,), x)
             if plan.same:
                 x = cross_boundary([levels[name] for name in plan.same], "enter", x)
         shards.append(x)
@@ -442,7 +442,7 @@ def _put_together(
                 x = _distributed(x, plan.spec, mesh)
             elif outputs == "global":
                 for dim, name in reversed(plan.spread):
-                    x = levels[name].exchanged("tile", (dim,), x)
+                    x = levels[name].exchange("tile", (dim,), x)
         results.append(x)
     return pytrees.unflatten(tree, results)
 

@@ -28,7 +28,7 @@ import torch
 from tsfunc.bridge.batch.split_level import RestartRun, SplitLevel, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import CallKeys
-from tsfunc.bridge.tracers.generators import rewindable
+from tsfunc.bridge.tracers.generators import generator_states_for
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.vmap_spec import Spec
@@ -102,7 +102,7 @@ class Runner:
         self.randomness = spec.randomness
         if spec.splits and spec.randomness == "different":
             self.randomness = "split"
-        self.generators = rewindable(self.randomness)
+        self.generators = generator_states_for(self.randomness)
         self.keys = CallKeys() if self.randomness == "split" else None
         self._runs = 0
         self._copying = False

@@ -348,7 +348,7 @@ def _run(
                 value if dim is None else wrap(value, dim, level, value.storage_offset())
                 for value, dim in zip(flat, at, strict=True)
             ]
-            level.axis_name, level.roots = spec.axis_name, (spec.func, flat, kwargs)
+            level.axis_name, level.outside_roots = spec.axis_name, (spec.func, flat, kwargs)
             if not isinstance(tree, int):
                 inputs = pytrees.unflatten(tree, inputs)
                 if spec.by_name:

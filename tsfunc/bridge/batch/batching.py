@@ -17,7 +17,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     unwrap_args,
 )
 from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator, functional_form
-from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
+from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -56,11 +56,15 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if any(dim is not None for _, dim in pairs.values()):
             return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
-    if not any_batched and not (isinstance(op, TorchOperator) and op.ruled):
+    if not any_batched and not (isinstance(op, TorchOperator) and op.always_ruled):
         note("once")
         return rewrap(op, level, args, kwargs, op.outward(*values, **kwargs), None)
-    if is_casting() and isinstance(op, TorchOperator) and (not op.composite or is_cast(op.name)):
-        with without_casting():  # NOTE [autocast and rules]
+    if (
+        is_autocasting()
+        and isinstance(op, TorchOperator)
+        and (not op.composite or has_autocast_kernel(op.name))
+    ):
+        with suspend_autocast():  # NOTE [autocast and rules]
             return _by_rule(op, level, args, kwargs, values, dims)
     return _by_rule(op, level, args, kwargs, values, dims)
 

@@ -261,7 +261,7 @@ def _example_seeder(
     if level.randomness == "split":
         seeds = Philox(level, torch.device("cpu"), generator).words(2).tolist()
     generators = GeneratorStates(always=True)
-    generators.draws(generator)
+    generators.on_random_op(generator)
 
     def begin(i: int | None) -> None:
         if (not seeds and i is not None) or (i is None and seeds):

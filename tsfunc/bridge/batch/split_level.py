@@ -108,10 +108,10 @@ class SplitLevel(BatchLevel):
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]
         self._moves: _NarrowedStorages = outer[0]._moves if outer else _NarrowedStorages()
 
-    def examples(self, device: torch.device) -> torch.Tensor:
+    def example_indices(self, device: torch.device) -> torch.Tensor:
         return self.subset.to(device)
 
-    def from_factory(self, result: Any) -> Any:
+    def wrap_factory_result(self, result: Any) -> Any:
         """Return a plain value to a function that has its only example as one.
 
         No random numbers are drawn there, but a dropout that is switched off comes here as well.
@@ -119,7 +119,7 @@ class SplitLevel(BatchLevel):
         if not self.single:
             return result
         if isinstance(result, tuple):
-            return tuple([self.from_factory(part) for part in result])
+            return tuple([self.wrap_factory_result(part) for part in result])
         value, dim = unwrap(result, self)
         return value if dim is None else value.select(dim, 0)
 
@@ -170,10 +170,10 @@ class SplitLevel(BatchLevel):
             and gone * 4 >= len(self._past[0])
         )
 
-    def twin(self, name: str) -> BatchLevel:
-        twin = super().twin(name)
-        twin.splitter = _RestartSplitter(self)
-        return twin
+    def duplicate(self, name: str) -> BatchLevel:
+        duplicate = super().duplicate(name)
+        duplicate.splitter = _RestartSplitter(self)
+        return duplicate
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
         """Select the remaining examples of a value from an earlier generation."""

@@ -36,7 +36,7 @@ class Attempt:
         self._before = level.generators
         # With randomness="error" nothing is drawn.
         self._generators = None if level.randomness == "error" else GeneratorStates(self._before)
-        self._drawn = 0 if self._before is None else self._before.drawn
+        self._drawn = 0 if self._before is None else self._before.draw_count
         self._counts = DrawCountSnapshot()
 
     def __enter__(self) -> Attempt:
@@ -55,7 +55,7 @@ class Attempt:
         if self._generators is not None:
             self._generators.rewind()
         if self._before is not None:
-            self._before.drawn = self._drawn
+            self._before.draw_count = self._drawn
 
     def __exit__(
         self,

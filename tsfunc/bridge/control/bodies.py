@@ -37,7 +37,7 @@ from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
+from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import map_items
@@ -208,7 +208,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         self.graph = torch.fx.Graph()
         self.lifted = {}
         old = parent.inner
-        self.inner = old.with_levels((*old.levels[:-1], self))
+        self.inner = old.replace(levels=(*old.levels[:-1], self))
         self._kernel_states = {}
         self.taken: dict[int, tuple[Any, Any]] = {}
         self.inputs: list[torch.Tensor] = []
@@ -276,7 +276,7 @@ class BodyLevel(TraceLevel, LevelProxy):
     def _one_of(self, value: torch.Tensor, dims: int) -> torch.Tensor:
         """Return a fake tensor like one example of a value that hidden vmaps batch."""
         if value.layout is not torch.strided:
-            raise CannotUnbatch(next(iter(self.hidden.levels.values())).origin.whole)
+            raise CannotUnbatch(next(iter(self.hidden.levels.values())).original.root)
         with suppress_guards(self.fake):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
@@ -420,7 +420,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     first = min(level.hidden.levels, default=0)
     inside = [other for other in state.levels if places and other.depth > first]
     levels = tuple(level if other is level.parent else other for other in seen(state.levels))
-    inner = state.with_levels(levels)
+    inner = state.replace(levels=levels)
     level.bodies.append(level)
     # A mask keeps the name of the number of its elements, which has no value in another graph.
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
@@ -428,7 +428,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
         with (
             replacing_captured_levels(inside, seen),
             using(inner),
-            keeping_draw_counts(),
+            preserve_draw_counts(),
             _InBody(),
             level.symbols.in_body(level.graph, level.sizes),
         ):

@@ -56,19 +56,19 @@ def level_named(name: Any, label: str, *, alone: bool = False) -> Axis:
                     raise on_ranks
                 return level
         elif isinstance(level, BatchLevel):
-            subset = level.origin
+            subset = level.original
             if level.axis_name == name and name is not None:
                 if isinstance(subset, SubsetLevel) and not alone:
-                    raise NeedsWholeBatch(subset.whole)
+                    raise NeedsWholeBatch(subset.root)
                 if by_example is not None and not alone:
                     raise by_example
                 return level
             if isinstance(subset, SubsetLevel):
-                on_ranks = NeedsWholeBatch(subset.whole)
+                on_ranks = NeedsWholeBatch(subset.root)
                 if isinstance(subset.index, Tracer):
                     by_example = on_ranks
         elif isinstance(level, HiddenVmap):
-            on_ranks = CannotUnbatch(level.parent.origin.whole)
+            on_ranks = CannotUnbatch(level.parent.original.root)
             if level.parent.axis_name == name and name is not None:
                 raise on_ranks
     raise UnboundAxisError(_unbound(name, label), name)
@@ -225,7 +225,7 @@ class Permute(Collective):
 def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
     """Return the sum over an axis, which is the same for each of its indices."""
     if isinstance(level, MeshLevel):
-        return level.exchanged("sum", (), value)
+        return level.exchange("sum", (), value)
     result: torch.Tensor = Sum(level).of(value)
     return result
 
@@ -233,7 +233,7 @@ def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
 def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return all values of an axis along a new dim."""
     if isinstance(level, MeshLevel):
-        return level.exchanged("gather", (dim,), value)
+        return level.exchange("gather", (dim,), value)
     result: torch.Tensor = Gather(level, dim).of(value)
     return result
 
@@ -241,15 +241,15 @@ def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
 def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over an axis, with one slice of ``dim`` for each index."""
     if isinstance(level, MeshLevel):
-        return level.exchanged("scatter", (dim,), value)
+        return level.exchange("scatter", (dim,), value)
     result: torch.Tensor = SumScatter(level, dim).of(value)
     return result
 
 
-def exchanged(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
+def exchange(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
     """Send each index its slice of ``split``, and return the received slices along ``concat``."""
     if isinstance(level, MeshLevel):
-        return level.exchanged("all_to_all", (split, concat), value)
+        return level.exchange("all_to_all", (split, concat), value)
     result: torch.Tensor = AllToAll(level, split, concat).of(value)
     return result
 
@@ -258,7 +258,7 @@ def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]])
     """Send values along an axis; return zeros for an index that receives none."""
     if isinstance(level, MeshLevel):
         ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
-        return level.exchanged("permute", ints, value)
+        return level.exchange("permute", ints, value)
     result: torch.Tensor = Permute(level, pairs).of(value)
     return result
 
@@ -267,10 +267,10 @@ def index(level: Axis, device: torch.device | None) -> torch.Tensor:
     """Return each example's index along an axis."""
     if isinstance(level, MeshLevel):
         return level.index(device)
-    subset = level.origin
+    subset = level.original
     if not isinstance(subset, SubsetLevel):
         return wrap(torch.arange(level.batch_size, device=device), 0, level)
-    numbers = subset.index_in(subset.whole)
+    numbers = subset.index_in(subset.root)
     return wrap(numbers if device is None else numbers.to(device), 0, level)
 
 
@@ -278,7 +278,7 @@ def size(level: Axis) -> int:
     """Return the number of examples of an axis, even if a subset of them is running."""
     if isinstance(level, MeshLevel):
         return level.batch_size
-    subset = level.origin
-    whole = subset.whole if isinstance(subset, SubsetLevel) else level
+    subset = level.original
+    whole = subset.root if isinstance(subset, SubsetLevel) else level
     count: int = whole.batch_size
     return count

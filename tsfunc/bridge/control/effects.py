@@ -96,7 +96,7 @@ def example_indices(value: Tensor) -> list[Tensor]:
     Each index is a batched tensor of its vmap's level, and counts the examples of the whole call.
     """
     _, stack = unwrap_all(as_seen_by_current_level(value))
-    return [index(level, value.device) + level.origin.first for level in stack.batch_levels]
+    return [index(level, value.device) + level.original.first for level in stack.batch_levels]
 
 
 def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:

@@ -143,7 +143,7 @@ def _check_for_nans(operator: str, out: Any, location: Location, backward: bool)
         for i, level in enumerate(levels):
             with torch.no_grad():
                 number, _ = unwrap_all(index(level, None))
-            examples.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
+            examples.append(int(number.reshape(-1)[at[i]]) + level.original.first)
         text = _message(operator, location, backward, levels, examples, at[len(levels) :], nan)
         raise NanError(text, operator, tuple(examples))
 

@@ -40,7 +40,7 @@ from tsfunc.bridge.grad.linear_maps import (
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.draw_keys import draw_counts, keeping_draw_counts, set_draw_counts
+from tsfunc.bridge.tracers.draw_keys import draw_counts, preserve_draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import replayed
@@ -60,34 +60,30 @@ class SubsetLevel(BatchLevel, LevelProxy):
         single: True if it is one example whose tensors are plain.
     """
 
-    __slots__ = ("_composed", "_whole", "index", "parent", "single")
+    __slots__ = ("_composed", "_root", "index", "parent", "single")
 
     def __init__(self, parent: BatchLevel, index: torch.Tensor, single: bool = False) -> None:
         self.copy_from(parent)
         self.parent = parent
         self.index = index
-        self._whole = parent.whole
+        self._root = parent.root
         self.batch_size = index.shape[0]
-        self.inner = parent.inner.with_levels((*parent.outer.levels, self))
+        self.inner = parent.inner.replace(levels=(*parent.outer.levels, self))
         self._kernel_states = {}
         self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = SlottedBatchTracer
         self.lifts_factories = 0
-        self.splitter = self if self.whole.splitter is not None else None
+        self.splitter = self if self.root.splitter is not None else None
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
         """True as long as the vmap is active: backward passes run after the body."""
-        return self.whole.alive
+        return self.root.alive
 
     @property
-    def whole(self) -> BatchLevel:
-        return self._whole
-
-    @property
-    def root(self) -> TracerLevel:
-        return self.whole
+    def root(self) -> BatchLevel:
+        return self._root
 
     def index_in(self, level: BatchLevel) -> torch.Tensor:
         """Return the indices of the examples in an ancestor.
@@ -127,8 +123,8 @@ class SubsetLevel(BatchLevel, LevelProxy):
             return outer
         return self.index if outer is None else outer.index_select(0, self.index)
 
-    def examples(self, device: torch.device) -> torch.Tensor:
-        return self.whole.examples(device)[self.index_in(self.whole).to(device)]
+    def example_indices(self, device: torch.device) -> torch.Tensor:
+        return self.root.example_indices(device)[self.index_in(self.root).to(device)]
 
     def agree(self, answers: torch.Tensor) -> None:
         """Return None if all examples of the subset agree; otherwise restart the vmap.
@@ -141,14 +137,14 @@ class SubsetLevel(BatchLevel, LevelProxy):
         groups = groups_of(answers)
         if len(groups) == 1:
             return
-        splitter, size = self.whole.splitter, self.whole.batch_size
+        splitter, size = self.root.splitter, self.root.batch_size
         assert splitter is not None
         index = torch.arange(size, device="cpu") if self.numbers is None else self.numbers.cpu()
         group = torch.zeros(size, dtype=torch.int64, device="cpu")
         for number, subset in enumerate(sorted(groups, key=len, reverse=True)):
             group[index[subset]] = number
         splitter.agree(group)
-        raise RestartRun(self.whole)
+        raise RestartRun(self.root)
 
     def ancestors(self) -> Iterator[BatchLevel]:
         """Yield the levels that the subset was selected from, the closest first."""
@@ -226,7 +222,7 @@ def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> S
         lambda: SubsetLevel(level, index, single),
         lambda known: known.parent is level and known.batch_size == size,
     )
-    subset.drawn = level.drawn
+    subset.draw_count = level.draw_count
     return subset
 
 
@@ -240,7 +236,7 @@ def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator
         roots: the body that the block runs, and its arguments.
     """
     state = tls.state
-    subset.roots = roots
+    subset.outside_roots = roots
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple(
@@ -253,8 +249,8 @@ def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator
     inside = [level for level in state.levels if level.depth > subset.depth]
     with (
         replacing_captured_levels(inside, seen),
-        using(state.with_levels(seen(state.levels), ArgRemapper(subset, label))),
-        keeping_draw_counts(subset.depth),
+        using(state.replace(levels=seen(state.levels), remap_args=ArgRemapper(subset, label))),
+        preserve_draw_counts(subset.depth),
     ):
         set_draw_counts(draw_counts(subset.depth))
         yield
@@ -315,7 +311,7 @@ class ArgRemapper:
         self.subset, self.label = subset, label
         self.taken: dict[int, tuple[Tracer, Any]] = {}
 
-    def anew(self) -> ArgRemapper:
+    def fresh(self) -> ArgRemapper:
         return ArgRemapper(self.subset, self.label)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -340,7 +336,7 @@ class ArgRemapper:
             return None
         if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
             shape = tuple(args[0].shape)
-            raise RuntimeError(refused_write(self.label, func.__name__, shape, subset.whole))
+            raise RuntimeError(refused_write(self.label, func.__name__, shape, subset.root))
         taken = [self._taken(arg) for arg in args]
         named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
@@ -407,7 +403,7 @@ class Select(LinearMap):
                 inner = value.value
                 if isinstance(inner, Tracer) and inner.dispatch_level.depth >= subset.depth:
                     return rebuilt(value, linear(self, (inner,)))
-                self.source = subset.whole
+                self.source = subset.root
                 return rebuilt(value, wrap(inner, None, subset))
             self.source = level
             return subset.physical(value.value, value.bdim, level)

@@ -45,9 +45,9 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import leaves_dual_level, outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
-from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
+from tsfunc.bridge.tracers.torch_state import records_on_values, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
-from tsfunc.bridge.tracers.user_queries import known_to_hold
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -149,7 +149,7 @@ class _Recorded:
         if level is not None:
             state = level.torch_state
             before = self._captured = state.grad_mode, state.paused
-            state.grad_mode = records_inside(state)
+            state.grad_mode = records_on_values(state)
             state.paused |= before[0] and not state.grad_mode
             level.autograd += 1
         self._before = torch.is_grad_enabled()
@@ -413,7 +413,7 @@ def backward(
         return [None] * len(inputs)
     for level in current_levels():
         if isinstance(level, TracerLevel):
-            level.passes_backward()
+            level.on_backward_pass()
     engine: Any = Variable._execution_engine
     with watching_random() if create_graph else nullcontext():
         return list(
@@ -612,7 +612,9 @@ def _known_to_have_equal_strides(primal: torch.Tensor, tangent: torch.Tensor) ->
     steps, others = primal.stride(), tangent.stride()
     if all(type(step) is int for step in (*steps, *others)):
         return True  # torch compares them
-    return all(known_to_hold(step == other) for step, other in zip(steps, others, strict=True))
+    return all(
+        statically_known_true(step == other) for step, other in zip(steps, others, strict=True)
+    )
 
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -37,7 +37,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
-from tsfunc.bridge.tracers.torch_state import rerunning
+from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
 from tsfunc.dispatch.state import tls, using
 
@@ -94,11 +94,11 @@ def _generator(
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
             reenter(state.with_fresh_remap_args()),
-            rerunning(captured),
+            mark_rerun(captured),
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
             replaying(made),
-            drawn.again(),
+            drawn.replaying(),
             duals.rerun(args) as given,
         ):
             return fn(*given, **kwargs)

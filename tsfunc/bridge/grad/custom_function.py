@@ -41,7 +41,7 @@ from tsfunc.bridge.grad.mapped_function import (
 )
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, outlived
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_ended
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
@@ -83,7 +83,7 @@ def _apply(cls: Any, *args: Any) -> Any:
 def _apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     level = innermost_level(args)
     if level is not None and not level.alive:
-        values = outlived(args, {})
+        values = unwrap_ended(args, {})
         if values is not None:
             return cls.apply(*values[0])
         refuse_escaped(cls, level)

@@ -225,8 +225,8 @@ class MappedFunction:
         with using(_state_outside(outer)):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
-            level = outer.twin(f"vmap of {self.cls.__name__}")
-            level.roots = call, values
+            level = outer.duplicate(f"vmap of {self.cls.__name__}")
+            level.outside_roots = call, values
             with level, watching_random():
                 return call(level, _wrapped(values, at, level))
 
@@ -372,26 +372,26 @@ def _state_outside(level: TracerLevel) -> State:
 
     A derivative may run inside of levels that began after the level ended: those have the
     cotangents' tracers. In a call by another mapped function, the values are tracers of that
-    function's twin (``BatchLevel.twin``), which is then in the place of the twin's own level.
+    function's duplicate level (``BatchLevel.duplicate``), in the place of that level itself.
     """
     now = tls.state
     if not level.alive and now.levels:
         return now
     outside = level.outer.levels
-    origins = [_origin(each) for each in outside]
+    originals = [_original(each) for each in outside]
     for active in reversed(now.levels):
-        is_twin = _is_twin(active) and active not in outside
-        if is_twin and active.depth < level.depth and _origin(active) in origins:
+        duplicate = _is_duplicate(active) and active not in outside
+        if duplicate and active.depth < level.depth and _original(active) in originals:
             return active.inner
     return level.outer
 
 
-def _is_twin(level: Level) -> bool:
-    return _origin(level) is not level
+def _is_duplicate(level: Level) -> bool:
+    return _original(level) is not level
 
 
-def _origin(level: Level) -> Level:
-    return level.origin if isinstance(level, BatchLevel) else level
+def _original(level: Level) -> Level:
+    return level.original if isinstance(level, BatchLevel) else level
 
 
 def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
@@ -429,12 +429,12 @@ def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
 def _inside_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
     """Context manager: no level inside of the innermost level of some values is active.
 
-    The twins of mapped functions that are running stay active.
+    The duplicate levels of mapped functions that are running stay active.
     """
     levels = tls.state.levels
     own = [x.dispatch_level for x in values if isinstance(x, Tracer)]
-    twins = [level for level in levels if _is_twin(level)]  # of the calls that this one is part of
-    depth = max((level.depth for level in (*own, *twins)), default=-1)
+    duplicates = [level for level in levels if _is_duplicate(level)]
+    depth = max((level.depth for level in (*own, *duplicates)), default=-1)
     if not any(level.depth > depth for level in levels):
         return nullcontext()
     last: Any = next((level for level in levels if level.depth == depth), None)

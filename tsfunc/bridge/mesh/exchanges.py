@@ -45,7 +45,7 @@ def exchange_over(
         _agree(check, x, kind, ints, mesh, axis)
     recorder = tls.state.recorder
     if recorder is not None and kind in COLLECTIVES:
-        recorder.exchanged(axis, COLLECTIVES[kind], x.numel() * x.element_size())
+        recorder.record_collective(axis, COLLECTIVES[kind], x.numel() * x.element_size())
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return _KINDS[kind](x, ints, mesh, axis)

@@ -84,7 +84,7 @@ class MeshLevel(Level):
         self.check = check
         self.binding = f"{axis_name} of {mesh.text}, check={check}"
 
-    def exchanged(self, kind: str, ints: Any, value: torch.Tensor) -> torch.Tensor:
+    def exchange(self, kind: str, ints: Any, value: torch.Tensor) -> torch.Tensor:
         """Return a collective of a value (``operators`` has the kinds)."""
         if _observed.axes is not None:
             _observed.axes.add(self.axis_name)
@@ -131,7 +131,7 @@ def cross_boundary(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> t
     ):
         return x.clone(memory_format=torch.contiguous_format)
     for level in levels:
-        x = level.exchanged(kind, (), x)
+        x = level.exchange(kind, (), x)
     return x
 
 
@@ -171,4 +171,4 @@ class MeshAxes:
         here = {level.axis_name for level in mesh_levels()}
         again = [level for level in self.levels if level.axis_name not in here]
         # Their depths do not matter: they have no tracers, and no kernels.
-        return using(state.with_levels((*again, *state.levels))) if again else nullcontext()
+        return using(state.replace(levels=(*again, *state.levels))) if again else nullcontext()

@@ -45,7 +45,7 @@ class SpreadLevel(BatchLevel):
         super().__init__(batch_size, randomness, name, strict, keys=keys)
         self.spread_over = over
 
-    def examples(self, device: torch.device) -> torch.Tensor:
+    def example_indices(self, device: torch.device) -> torch.Tensor:
         """Return the index of each example in the batch of all ranks."""
         index: Any = 0
         for level in self.spread_over:

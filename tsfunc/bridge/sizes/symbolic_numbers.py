@@ -153,7 +153,7 @@ def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         return out if made is None else made(out)
     name = overload._schema.name.removeprefix("aten::")
     for each in reversed(current_levels()):
-        if isinstance(each, TracerLevel) and each.sees_factory(name, op.random):
+        if isinstance(each, TracerLevel) and each.handles_factory(name, op.random):
             return op.run_at(each, tuple(args), kwargs)
     return NotImplemented
 

@@ -92,7 +92,7 @@ class BackwardPasses:
         self._freed: set[Any] = set()
 
     def serve(self, call: BackwardPass) -> bool:
-        """See ``TracerLevel.serves_backward``."""
+        """See ``TracerLevel.allows_backward_outside``."""
         given = (*call.results, *(call.inputs or ()))
         if not all(self._is_here(x) for x in given):
             return False

@@ -60,7 +60,7 @@ from tsfunc.bridge.trace.tracer_copies import copied
 from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.functorch import batch_of_another
+from tsfunc.bridge.tracers.functorch import map_inner_tensor
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
@@ -70,7 +70,7 @@ from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
     function_handler,
-    written,
+    written_argument,
 )
 from tsfunc.bridge.tracers.user_queries import (
     has_symbols,
@@ -93,7 +93,7 @@ class Passes(Protocol):
     """The backward passes of a traced function, and the ``.grad`` of tensors from outside."""
 
     def serve(self, call: BackwardPass) -> bool:
-        """See ``TracerLevel.serves_backward``."""
+        """See ``TracerLevel.allows_backward_outside``."""
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside as the function sees it."""
@@ -170,7 +170,7 @@ class TraceLevel(TracerLevel):
         self.of_dtensors = False
         self.tensor_guards = TensorGuards(name)
 
-    def sees_factory(self, name: str, random: bool) -> bool:
+    def handles_factory(self, name: str, random: bool) -> bool:
         return True
 
     def fake_like(
@@ -209,11 +209,11 @@ class TraceLevel(TracerLevel):
                 tracer.requires_grad_()
         return tracer
 
-    def passes_backward(self) -> None:
+    def on_backward_pass(self) -> None:
         self.tensor_guards.of_backward = True
 
-    def serves_backward(self, call: BackwardPass) -> bool:
-        self.passes_backward()
+    def allows_backward_outside(self, call: BackwardPass) -> bool:
+        self.on_backward_pass()
         return self.passes is not None and self.passes.serve(call)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
@@ -242,7 +242,7 @@ class TraceLevel(TracerLevel):
         if is_traced(value):
             return value
         if self.is_of_functorch(value):
-            return batch_of_another(value, self.lifted_here)
+            return map_inner_tensor(value, self.lifted_here)
         return self.lift(value)
 
     def is_of_functorch(self, value: torch.Tensor) -> bool:
@@ -328,10 +328,10 @@ class TraceTracer(Tracer):
     __dict__ = property(attributes_of)
     __hash__ = hashed
 
-    def from_outside(self) -> bool:
+    def is_from_outside(self) -> bool:
         return self.node.op != "call_function"
 
-    def origin(self) -> torch.fx.Node:
+    def base_identity(self) -> torch.fx.Node:
         """Return the node of the tensor that the graph takes views of."""
         node = self.node
         while node.args and isinstance(source := node.args[0], torch.fx.Node):
@@ -342,7 +342,7 @@ class TraceTracer(Tracer):
             node = source
         return node
 
-    def conjugated(self) -> bool:
+    def is_lazily_conjugated(self) -> bool:
         self.dispatch_level.tensor_guards.guard_all("{}.is_conj()")
         return self.value.is_conj()
 
@@ -497,7 +497,7 @@ def _record_results(
         if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
             take_sizes(first, TraceTracer.make(first.value, level))
             return args[0]
-        return written(op, args, kwargs)
+        return written_argument(op, args, kwargs)
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
     return _items_traced(results, node, level, tracks)

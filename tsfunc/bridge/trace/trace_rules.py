@@ -125,7 +125,7 @@ def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @register("aten::view_as_real", DispatchKey.Trace)
 def _view_as_real(value: TraceTracer) -> Any:
     """Resolve conjugation: the value has the conjugate bit, and its tracer does not."""
-    if value.conjugated():
+    if value.is_lazily_conjugated():
         value = trace_kernel(operator_of(torch.ops.aten.clone.default), (value,), {})
     return trace_kernel(operator_of(torch.ops.aten.view_as_real.default), (value,), {})
 

@@ -95,7 +95,7 @@ def _real_or_imaginary(
     can't read the bit of a value from the tracer.
     """
     value = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    if not isinstance(value, Tracer) or not value.is_complex() or not value.conjugated():
+    if not isinstance(value, Tracer) or not value.is_complex() or not value.is_lazily_conjugated():
         return NotImplemented
     part = func(value.conj())
     return torch._neg_view(part) if func in _IMAGINARY else part

@@ -45,7 +45,7 @@ def backward(
     inputs = None if inputs is None else _several(inputs)
     level = innermost_level((*args, *kwargs.values()))
     call = BackwardPass(results, inputs, True, not _keeps_graph(given))
-    if level is None or not level.serves_backward(call):
+    if level is None or not level.allows_backward_outside(call):
         leaves = list(leaves_of(results)) if inputs is None else inputs
         if not leaves or not all(map(_graph_is_internal, (*results, *leaves))):
             raise RuntimeError(
@@ -63,7 +63,7 @@ def _grad(
     inputs = list(inputs.values()) if isinstance(inputs, dict) else _several(inputs)
     level = innermost_level((*args, *kwargs.values()))
     call = BackwardPass(_several(given["outputs"]), inputs, False, not _keeps_graph(given))
-    if level is None or not level.serves_backward(call):
+    if level is None or not level.allows_backward_outside(call):
         return NotImplemented
     return metadata(func, types, args, kwargs)
 
@@ -73,7 +73,7 @@ def _retain_grad(
 ) -> Any:
     """Handle ``Tensor.retain_grad``, which prepares a later backward pass."""
     level = innermost_level(args)
-    if level is None or not level.serves_backward(BackwardPass(args, (), False, False)):
+    if level is None or not level.allows_backward_outside(BackwardPass(args, (), False, False)):
         return NotImplemented
     return metadata(func, types, args, kwargs)
 

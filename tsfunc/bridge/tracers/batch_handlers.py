@@ -34,16 +34,16 @@ from tsfunc.bridge.tracers.batch_tracer import (
     TRACERS,
     BatchLevel,
     BatchTracer,
-    outlived,
     rewrap,
     unwrap_args,
+    unwrap_ended,
     wrap,
     wrap_in_python,
 )
 from tsfunc.bridge.tracers.call_plans import (
     FUNCTION_PLANS,
-    Plan,
-    Plans,
+    CallPlan,
+    CallPlanTable,
     PlanStep,
     are_lifted,
     arguments_of,
@@ -67,7 +67,7 @@ from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
     below_autograd,
-    is_casting,
+    is_autocasting,
     without_autograd,
 )
 from tsfunc.bridge.tracers.tracer import (
@@ -108,7 +108,7 @@ def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
     )
 
 
-def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> Plans | None:
+def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> CallPlanTable | None:
     """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
     op = operator_of(overload)
     if op.direct_rule is None:
@@ -189,8 +189,8 @@ def call_by_plan(
 
 
 def _computed(
-    plan: Plan, level: BatchLevel, direct: bool, values: Sequence[Any], kwargs: Mapping[str, Any],
-    dims: Sequence[Any] | None,
+    plan: CallPlan, level: BatchLevel, direct: bool, values: Sequence[Any],
+    kwargs: Mapping[str, Any], dims: Sequence[Any] | None,
 ) -> Any:  # fmt: skip
     """Return what a plan computes from the values; NotImplemented leaves the call to the table.
 
@@ -216,7 +216,7 @@ def _computed(
         return NotImplemented
 
 
-def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool:
+def _is_recordable(plan: CallPlan, level: BatchLevel, values: Sequence[Any]) -> bool:
     """True if torch, which a plan calls, records the call at the level and no outer one."""
     if plan.step is _TABLE or is_inference_mode_enabled():
         return False
@@ -228,7 +228,7 @@ def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool
 
 
 def _wrapped(
-    plan: Plan, level: BatchLevel, direct: bool, args: Sequence[Any], kwargs: Mapping[str, Any],
+    plan: CallPlan, level: BatchLevel, direct: bool, args: Sequence[Any], kwargs: Mapping[str, Any],
     out: Any,
 ) -> Any:  # fmt: skip
     """Return the results of a call whose plan has computed ``out``, as tracers of the level."""
@@ -248,7 +248,7 @@ def _wrapped(
 
 
 def _decomposed(
-    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+    plan: CallPlan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
     form = plan.form
@@ -276,7 +276,7 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         key = tuple(kinds)
     if level is None or not level.alive or level._restores:
         return NotImplemented
-    if op.composite and is_casting():
+    if op.composite and is_autocasting():
         return NotImplemented  # the guard of the level handles it: NOTE [autocast and rules]
     state = tls.state
     if not state.plain or not state.mask & level.bits:
@@ -373,7 +373,7 @@ class FastBatchTracer(BatchTracer):
             out = call_by_plan(func, types, args, kwargs)
             return function_handler(func, types, args, kwargs) if out is NotImplemented else out
         except EscapedTracerError:
-            values = outlived(args, kwargs)
+            values = unwrap_ended(args, kwargs)
             if values is None:
                 raise
             return func(*values[0], **values[1])
@@ -424,8 +424,8 @@ def _use_compiled() -> None:
         return
     handlers.setup({
         "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
-        "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
-        "plan": Plan, "form": Form, "tls": tls, "size": torch.Size,
+        "state": State, "torch_state": TorchState, "operator": TorchOperator,
+        "plans": CallPlanTable, "plan": CallPlan, "form": Form, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
         "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,

@@ -18,7 +18,7 @@ from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items
 from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written_argument
 from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -51,7 +51,7 @@ class BatchLevel(TracerLevel):
         first: the index of the first example in the whole call.
         generators: the initial states of torch's generators, for a call that runs in parts.
         random_keys: the keys of the call's random numbers, if examples draw as if alone.
-        drawn: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
+        draw_count: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
         kind: the class of its tracers.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
@@ -59,7 +59,7 @@ class BatchLevel(TracerLevel):
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "drawn", "first", "generators",
+    __slots__ = ("axis_name", "batch_size", "bit", "draw_count", "first", "generators",
                  "kind", "lifts_factories", "random_keys", "randomness", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
@@ -81,7 +81,7 @@ class BatchLevel(TracerLevel):
         self.generators = generators
         self.axis_name: Hashable = None
         self.random_keys = CallKeys() if keys is None and randomness == "split" else keys
-        self.drawn: Any = 0
+        self.draw_count: Any = 0
         self.kind: type[BatchTracer] = BatchTracer.layouts[1]
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
@@ -89,19 +89,19 @@ class BatchLevel(TracerLevel):
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.as_outer_traces_see(value)
+        value = self.lift_for_outer_traces(value)
         return wrap(value, None, self, value.storage_offset())
 
-    def sees_factory(self, name: str, random: bool) -> bool:
+    def handles_factory(self, name: str, random: bool) -> bool:
         # A number that C++ makes a tensor of must stay a number, because its dtype has lower
         # priority.
         return random or (self.lifts_factories > 0 and name not in _NUMBERS)
 
     @property
-    def in_formula(self) -> bool:
+    def in_backward_formula(self) -> bool:
         return in_backward_formula()
 
-    def examples(self, device: torch.device) -> torch.Tensor:
+    def example_indices(self, device: torch.device) -> torch.Tensor:
         """Return the index of each example in the whole call, as a 1-dim int64 tensor."""
         return torch.arange(self.first, self.first + self.batch_size, device=device)
 
@@ -109,13 +109,13 @@ class BatchLevel(TracerLevel):
         return on_plain_tensors()
 
     @property
-    def origin(self) -> BatchLevel:
-        """The level, or the level that this one is a twin of."""
+    def original(self) -> BatchLevel:
+        """The level, or the level that this one is a duplicate of."""
         return self
 
-    def twin(self, name: str) -> BatchLevel:
+    def duplicate(self, name: str) -> BatchLevel:
         """Return a level for the same batch, which a rule enters on its arguments."""
-        return _Twin(self, name)
+        return _DuplicateLevel(self, name)
 
     def random_key(self, generator: torch.Generator | None) -> torch.Tensor:
         """Return the call's key from a generator, as a value of the active outer levels."""
@@ -125,35 +125,34 @@ class BatchLevel(TracerLevel):
 
     def next_draw(self) -> Any:
         """Count a draw; return the number before, an int or the physical value of a tensor."""
-        drawn = self.drawn
+        drawn = self.draw_count
         if not isinstance(drawn, torch.Tensor):
-            self.drawn = drawn + 1
+            self.draw_count = drawn + 1
             return drawn
         value, dim = drawn, None
         if isinstance(drawn, BatchTracer) and drawn.dispatch_level is self:
             value, dim = drawn.value, drawn.bdim
         value = as_seen_by_kernel(value)
-        self.drawn = wrap(value + 1, dim, self)
+        self.draw_count = wrap(value + 1, dim, self)
         return value
 
     @property
-    def whole(self) -> BatchLevel:
-        """The vmap's own level, for a level that has some of its examples (``subsets``)."""
+    def root(self) -> BatchLevel:
         return self
 
-    def draws(self, generator: torch.Generator | None) -> None:
+    def on_random_op(self, generator: torch.Generator | None) -> None:
         """Note that a random operator will draw from the generator; None is torch's own."""
         if self.generators is not None:
-            self.generators.draws(generator)
+            self.generators.on_random_op(generator)
 
 
-class _Twin(BatchLevel):
-    """A second level for the batch of another level."""
+class _DuplicateLevel(BatchLevel):
+    """A second level for the batch of another level, which keeps the draw counts."""
 
     __slots__ = ("level",)
 
     def __init__(self, level: BatchLevel, name: str) -> None:
-        drawn, self.level = level.drawn, level
+        drawn, self.level = level.draw_count, level
         super().__init__(
             level.batch_size,
             level.randomness,
@@ -166,26 +165,26 @@ class _Twin(BatchLevel):
         self.splitter = level.splitter
         self.axis_name = level.axis_name
         self.spread_over = level.spread_over
-        self.drawn = drawn
+        self.draw_count = drawn
 
     @property
-    def origin(self) -> BatchLevel:
-        return self.level.origin
+    def original(self) -> BatchLevel:
+        return self.level.original
 
-    def examples(self, device: torch.device) -> torch.Tensor:
-        return self.level.examples(device)
+    def example_indices(self, device: torch.device) -> torch.Tensor:
+        return self.level.example_indices(device)
 
     def next_draw(self) -> Any:
         return self.level.next_draw()
 
     @property
-    def drawn(self) -> Any:
+    def draw_count(self) -> Any:
         """The number of draws of each example, a value of the other level."""
-        return self.level.drawn
+        return self.level.draw_count
 
-    @drawn.setter
-    def drawn(self, drawn: Any) -> None:
-        self.level.drawn = drawn
+    @draw_count.setter
+    def draw_count(self, drawn: Any) -> None:
+        self.level.draw_count = drawn
 
 
 class BatchTracer(Tracer):
@@ -224,7 +223,7 @@ class BatchTracer(Tracer):
         return f"BatchTracer(level {level.depth} of {level.name}, {dims}, value=\n{self.value!r})"
 
 
-def outlived(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def unwrap_ended(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """Return the arguments with the values of tracers that outlive their vmap.
 
     NOTE [values that outlive a vmap]
@@ -486,7 +485,7 @@ def rewrap(
     if isinstance(out, torch.Tensor):
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
-            return written(op, args, kwargs)
+            return written_argument(op, args, kwargs)
         return wrap(out, out_dims, level, out.storage_offset())
     if isinstance(out, list | tuple):
         every = not isinstance(out_dims, list | tuple)

@@ -3,8 +3,9 @@
 NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
 None of this depends on the data, so it is decided at the first such call and kept as a
-:class:`Plan`. Later calls with the same key run the plan (``batch_handlers``), and a call without
-a plan goes to the dispatch table. Plans are the only fast path; the compiled handlers run them too.
+:class:`CallPlan`. Later calls with the same key run the plan (``batch_handlers``), and a call
+without a plan goes to the dispatch table. Plans are the only fast path; the compiled handlers run
+them too.
 
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
@@ -69,7 +70,7 @@ class PlanStep(enum.Enum):
     COMPOSITE = "composite"  # call a function in Python, whose calls have plans of their own
 
 
-class Plan:
+class CallPlan:
     """The way of a call, as data.
 
     Attributes:
@@ -128,14 +129,14 @@ class Plan:
         self.writes = operator is not None and operator.inplace
 
     def __repr__(self) -> str:
-        return f"Plan({self.step.value}, {self.function!r})"
+        return f"CallPlan({self.step.value}, {self.function!r})"
 
 
-TABLE: Final = Plan(PlanStep.TABLE)
-COMPOSITE: Final = Plan(PlanStep.COMPOSITE)
+TABLE: Final = CallPlan(PlanStep.TABLE)
+COMPOSITE: Final = CallPlan(PlanStep.COMPOSITE)
 
 
-class Plans:
+class CallPlanTable:
     """The plans of one callable.
 
     Attributes:
@@ -158,8 +159,8 @@ class Plans:
     ) -> None:
         self.operator, self.rule = operator, rule
         self.may_parse, self.composite = may_parse, composite
-        self.plans: dict[Any, Plan] = {}
-        self.recorded: dict[Any, Plan] = {}
+        self.plans: dict[Any, CallPlan] = {}
+        self.recorded: dict[Any, CallPlan] = {}
 
     def make(
         self,
@@ -168,7 +169,7 @@ class Plans:
         kwargs: Mapping[str, Any],
         kinds: Sequence[Any],
         key: Any,
-    ) -> Plan:
+    ) -> CallPlan:
         """Decide the plan of a call that the level takes, and keep it."""
         if self.composite:
             plan = COMPOSITE if all(map(is_plain, kinds)) else TABLE
@@ -187,7 +188,7 @@ class Plans:
         kwargs: Mapping[str, Any],
         kinds: Sequence[Any],
         key: Any,
-    ) -> Plan:
+    ) -> CallPlan:
         """Decide the plan of a call that autograd records at the level, and keep it."""
         if self.composite:
             return _keep(self.recorded, key, self.make(function, (), kwargs, kinds, key))
@@ -207,19 +208,19 @@ class Plans:
         return not self.takes(kwargs, kinds) and in_dispatch_modes()
 
 
-def plans_of_operator(op: TorchOperator) -> Plans:
+def plans_of_operator(op: TorchOperator) -> CallPlanTable:
     """Return the plans of an operator."""
-    plans: Plans | None = op.plans
+    plans: CallPlanTable | None = op.plans
     if plans is None:
-        plans = op.plans = Plans(op)
+        plans = op.plans = CallPlanTable(op)
     return plans
 
 
 # The plans by function; None for a function whose calls have none.
-FUNCTION_PLANS: dict[Any, Plans | None] = {}
+FUNCTION_PLANS: dict[Any, CallPlanTable | None] = {}
 
 
-def plans_of_function(function: Any) -> Plans | None:
+def plans_of_function(function: Any) -> CallPlanTable | None:
     """Return the plans of a function at its first call, and keep them."""
     rule = registry.find(Stage.BATCHING, function)
     own = METHODS.get(function) is not None and not _serves_numbers(function)
@@ -233,7 +234,7 @@ def plans_of_function(function: Any) -> Plans | None:
     below = method is not None and method.leaves is not None
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
     planned = rule is not None or may_parse or composite or below
-    made = Plans(None, rule, may_parse, composite) if planned else None
+    made = CallPlanTable(None, rule, may_parse, composite) if planned else None
     FUNCTION_PLANS[function] = made
     return made
 
@@ -244,7 +245,7 @@ def _serves_numbers(function: Any) -> bool:
     return rule is not None and rule.numbers
 
 
-def _keep(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+def _keep(plans: dict[Any, CallPlan], key: Any, plan: CallPlan) -> CallPlan:
     """Keep a plan in a table of bounded size."""
     if len(plans) >= _MOST_PLANS:
         plans.clear()
@@ -261,12 +262,12 @@ def is_plain(kind: Any) -> bool:
 
 
 def _function_plan(
-    known: Plans,
+    known: CallPlanTable,
     function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     kinds: Sequence[Any],
-) -> Plan:
+) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
     writes = function in WRITERS
@@ -281,7 +282,7 @@ def _function_plan(
             direct.below, direct.writes = isinstance(function, C_TYPES), writes
             direct.parsed = _parsed(function, args, kwargs)
             return direct
-        plan = Plan(PlanStep.RULE, function, rule.rule)
+        plan = CallPlan(PlanStep.RULE, function, rule.rule)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
         plan.below = isinstance(function, C_TYPES) and (
             function not in METHODS or _leaves(Stage.METHOD, function, kinds)
@@ -308,11 +309,11 @@ def _function_plan(
     op = form.op
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
-        plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
+        plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
         plan.below, plan.parsed = True, form
         _shift_function(plan, function, kwargs, kinds)
     elif decomposition is not None:
-        plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
+        plan = CallPlan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
         return TABLE
     dims = _dims_of_kinds(kinds)
@@ -328,7 +329,7 @@ def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fo
 
 
 def _shift_function(
-    plan: Plan, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
+    plan: CallPlan, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
 ) -> None:
     """Note in a plan how a call's arguments change if the batch dims are the first."""
     method, form = registry.find(Stage.METHOD, function), plan.parsed
@@ -347,7 +348,7 @@ def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
 
 
 def dims_at_call(
-    plan: Plan, kinds: Sequence[Any], values: Sequence[Any], count: int
+    plan: CallPlan, kinds: Sequence[Any], values: Sequence[Any], count: int
 ) -> Sequence[Any]:
     """Return the batch dims of a call with lists of tensors, as the rule takes them.
 
@@ -363,7 +364,7 @@ def dims_at_call(
 
 def _below_plan(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
-) -> Plan:
+) -> CallPlan:
     """Return the plan of a function's call that torch makes operators of, below autograd."""
     plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, args, kwargs, kinds)
     plan.below = plan is not TABLE
@@ -376,7 +377,7 @@ def _plan_of_torch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     kinds: Sequence[Any],
-) -> Plan:
+) -> CallPlan:
     """Return the plan of a call that torch gets on the tracers.
 
     Operands of outer levels are left to the function handler, which lifts them
@@ -394,7 +395,7 @@ def _plan_of_torch(
             return TABLE
         if _has_plain_tensors(kind):
             plain.append(position)
-    plan = Plan(step)
+    plan = CallPlan(step)
     plan.parsed = _parsed(function, args, kwargs)
     plan.innermost = function in METHODS
     plan.unrecorded = tuple(plain)
@@ -444,7 +445,7 @@ def _has_plain_tensors(kind: Any) -> bool:
     return kind in _TENSORS
 
 
-def are_lifted(plan: Plan, values: Sequence[Any], level: BatchLevel) -> bool:
+def are_lifted(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
     """True if a plan's call needs plain tensors lifted (NOTE [operands of outer levels])."""
     needs = is_recorded_outside if plan.step is PlanStep.BELOW_AUTOGRAD else needs_lift
     return any(
@@ -472,7 +473,7 @@ def _direct_plan(
     kinds: Sequence[Any],
     count: int,
     operator: TorchOperator | None = None,
-) -> Plan | None:
+) -> CallPlan | None:
     """Return the plan of a pointwise call whose operands need no alignment, or None.
 
     These are one tracer, two tracers of one batch dim, or a tracer and an unbatched tensor, and
@@ -504,7 +505,7 @@ def _direct_plan(
         ):
             return None
         step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.SAME_RANK
-    plan = Plan(step, function, rule, operator)
+    plan = CallPlan(step, function, rule, operator)
     plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
     plan.dims = _dims_of_kinds(kinds[:count])
     return plan
@@ -512,15 +513,15 @@ def _direct_plan(
 
 def _operator_plan(
     op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
-) -> Plan:
+) -> CallPlan:
     if op.direct_rule is None or not all(map(is_plain, kinds)):
         return TABLE
     if kwargs and not _no_tensors(kinds[len(args) :]):
         return TABLE
     if not _has_batched(kinds):
-        if op.ruled:
+        if op.always_ruled:
             return TABLE
-        plan = Plan(PlanStep.UNBATCHED, op.overload, None, op)
+        plan = CallPlan(PlanStep.UNBATCHED, op.overload, None, op)
         plan.dims = []
         return plan
     if op.inplace and (not args or type(kinds[0]) is not int):
@@ -529,7 +530,7 @@ def _operator_plan(
         direct = _direct_plan(op.function, op.direct_rule, kinds, len(args), op)
         if direct is not None:
             return direct
-    plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
+    plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
     plan.shifts = None if "memory_format" in kwargs else _shifts(op.direct_rule, kinds)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
@@ -553,7 +554,7 @@ def _is_tensor(kind: Any) -> bool:
     return kind is None or kind in _TENSORS or kind in TRACERS
 
 
-def fits(plan: Plan, values: Sequence[Any]) -> bool:
+def fits(plan: CallPlan, values: Sequence[Any]) -> bool:
     """True if the operands of a ``SAME_RANK`` or ``BROADCAST`` plan need no alignment."""
     x, y = values[:2]
     if plan.step is PlanStep.SAME_RANK:
@@ -571,7 +572,7 @@ def _has_batched(kinds: Sequence[Any]) -> bool:
 
 
 def arguments_of(
-    plan: Plan, values: Sequence[Any], count: int, kwargs: Mapping[str, Any]
+    plan: CallPlan, values: Sequence[Any], count: int, kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
     """Return the values and keyword arguments that a plan's callable takes.
 

@@ -96,12 +96,13 @@ class FailedCheck:
         return (self.examples, self.levels) == (other.examples, other.levels)
 
     def __str__(self) -> str:
-        return f"The check failed for {len(self.examples)} of {self.count} examples" + listed(
-            self.examples
+        return (
+            f"The check failed for {len(self.examples)} of {self.count} examples"
+            + examples_text(self.examples)
         )
 
 
-def listed(examples: Sequence[tuple[int, ...]]) -> str:
+def examples_text(examples: Sequence[tuple[int, ...]]) -> str:
     """Return the end of a message that lists examples."""
     names = [str(each[0] if len(each) == 1 else each) for each in examples[:_SHOWN]]
     return f": {', '.join(names)}{', ...' if len(examples) > _SHOWN else ''}"
@@ -136,9 +137,9 @@ def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     failed = (value if refused else ~value).nonzero()
     if not len(failed):
         return not refused
-    indices = [each.examples(value.device) for each in stack.batch_levels]
+    indices = [each.example_indices(value.device) for each in stack.batch_levels]
     examples = [tuple(int(x[i]) for x, i in zip(indices, at, strict=True)) for at in failed]
-    roots = [each.origin.whole for each in reversed(stack.batch_levels)]
+    roots = [each.original.root for each in reversed(stack.batch_levels)]
     check = FailedCheck(examples, value.numel(), roots)
     if not any(check.repeats(each) for each in FAILED_CHECKS):
         FAILED_CHECKS.append(check)
@@ -173,7 +174,8 @@ def refuse_caught_checks(level: TracerLevel) -> None:
             raise DataDependentError(
                 f"{level.name}, at {check.location}: expected a check that all examples pass or "
                 f"fail, because the function catches its error, got one that "
-                f"{len(check.examples)} of {check.count} examples fail{listed(check.examples)}. "
+                f"{len(check.examples)} of {check.count} examples "
+                f"fail{examples_text(check.examples)}. "
                 f"Choose by torch.where or tsfunc.cond, or pass data_dependent='split'."
             )
 

@@ -8,7 +8,7 @@ by its own ``randomness``, and a trace records it. If it is refused there, by an
 ``randomness="error"``, the first random operator raises the error. A generator that the function
 names (``generator=``) gives a key of its own at its first use, by the levels of the entry.
 
-``BatchLevel.drawn`` is the number of draws: an int while all examples have drawn equally often,
+``BatchLevel.draw_count`` is an int while all examples have drawn equally often,
 else a tensor of the level. Code at the level counts up. Code that runs a body for some of the
 examples treats the number like any other value of the body: it selects and merges it (active
 subsets), carries it (loops), returns it (branches), and restores it before a body runs again
@@ -34,7 +34,7 @@ class _Vmap(Protocol):
     """The level of a vmap whose examples draw as if alone."""
 
     depth: int
-    drawn: Any
+    draw_count: Any
     random_keys: Any
 
 
@@ -68,13 +68,13 @@ class CallKeys:
     def __init__(self, without: Sequence[Level] = ()) -> None:
         state = tls.state
         if without:
-            state = state.with_levels(tuple([x for x in state.levels if x not in without]))
+            state = state.replace(levels=tuple([x for x in state.levels if x not in without]))
         self._state = state
         self._captured = [(x, x.outer, x.inner) for x in state.levels]
         self._keys: dict[torch.Generator | None, torch.Tensor] = {}
         outer = _counting_levels(state.levels)
         self._outer = outer[-1] if outer else None
-        self._drawn_at_entry = None if self._outer is None else self._outer.drawn
+        self._drawn_at_entry = None if self._outer is None else self._outer.draw_count
         self.refused = _refuse_draws(state.levels)
         if not self.refused:
             with using(state):
@@ -92,7 +92,7 @@ class CallKeys:
     def _at_entry(self) -> Iterator[None]:
         """Context manager: the levels, and the outer examples' draws, are those at the entry."""
         outer = self._outer
-        drawn = None if outer is None else outer.drawn
+        drawn = None if outer is None else outer.draw_count
         bodies = [x.bodies for x in self._state.levels if hasattr(x, "bodies")]
         running = [list(each) for each in bodies]
         now = [(x, x.outer, x.inner) for x, _, _ in self._captured]
@@ -101,7 +101,7 @@ class CallKeys:
             for each in bodies:  # factories are recorded in the innermost body
                 each[:] = [body for body in each if body in self._state.levels]
             if outer is not None:
-                outer.drawn = self._drawn_at_entry
+                outer.draw_count = self._drawn_at_entry
             with using(self._state):
                 yield
         finally:
@@ -109,7 +109,7 @@ class CallKeys:
             for each, before in zip(bodies, running, strict=True):
                 each[:] = before
             if outer is not None:
-                outer.drawn = drawn
+                outer.draw_count = drawn
 
 
 def _draw(generator: torch.Generator | None) -> torch.Tensor:
@@ -152,7 +152,7 @@ def draws_are_counted(first: int = 0) -> bool:
 def draw_counts(first: int = 0) -> DrawCounts:
     """Return the number of draws of the examples of each active vmap of this depth or deeper."""
     return {
-        level.depth: as_seen_by_current_level(level.drawn)
+        level.depth: as_seen_by_current_level(level.draw_count)
         for level in _counting_levels(tls.state.levels, first)
     }
 
@@ -161,7 +161,7 @@ def set_draw_counts(counts: DrawCounts) -> None:
     """Set the number of draws of the examples of active vmaps."""
     for level in _counting_levels(tls.state.levels):
         if level.depth in counts:
-            level.drawn = _at(level, counts[level.depth])
+            level.draw_count = _at(level, counts[level.depth])
 
 
 def packed_draw_counts() -> torch.Tensor:
@@ -187,7 +187,7 @@ def _at(level: _Vmap, count: Any) -> Any:
 
 
 @contextmanager
-def keeping_draw_counts(first: int = 0) -> Iterator[None]:
+def preserve_draw_counts(first: int = 0) -> Iterator[None]:
     """Context manager: restore the numbers of draws after the block.
 
     Those of vmaps outside of the depth ``first`` go on, since all of their examples are in it.
@@ -223,7 +223,7 @@ def counted(func: Callable[..., Any], first: int = 0) -> Callable[..., tuple[Any
     """
 
     def run(*args: Any) -> tuple[Any, DrawCounts]:
-        with keeping_draw_counts(first):
+        with preserve_draw_counts(first):
             out = func(*args)
             return out, draw_counts(first)
 
@@ -235,16 +235,16 @@ class DrawCountSnapshot:
 
     def __init__(self, levels: Sequence[_Vmap] | None = None) -> None:
         levels = _counting_levels(tls.state.levels) if levels is None else levels
-        self._counts = [(level, level.drawn) for level in levels]
+        self._counts = [(level, level.draw_count) for level in levels]
 
-    def now(self) -> DrawCountSnapshot:
+    def current(self) -> DrawCountSnapshot:
         """Return the present numbers of draws at the same levels."""
         return DrawCountSnapshot([level for level, _ in self._counts])
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def replaying(self) -> Iterator[None]:
         """Context manager: the block draws from that time on; restore the numbers after it."""
-        now = self.now()
+        now = self.current()
         self.restore()
         try:
             yield
@@ -254,13 +254,13 @@ class DrawCountSnapshot:
     def restore(self) -> None:
         """Set the numbers of draws to those of that time."""
         for level, drawn in self._counts:
-            level.drawn = drawn
+            level.draw_count = drawn
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """True if no number of draws has changed since that time."""
-        return all(level.drawn is drawn for level, drawn in self._counts)
+        return all(level.draw_count is drawn for level, drawn in self._counts)
 
-    def or_further(self, other: DrawCountSnapshot) -> DrawCountSnapshot:
+    def maximum(self, other: DrawCountSnapshot) -> DrawCountSnapshot:
         """Return the larger number of draws of each example, of two times at the same levels."""
         further = DrawCountSnapshot(())
         further._counts = [

@@ -70,7 +70,7 @@ def is_batched_in_functorch(value: torch.Tensor) -> bool:
     return False
 
 
-def batch_of_another(
+def map_inner_tensor(
     value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Return a batched tensor of torch.func's vmap with the tensor inside it changed.

@@ -29,7 +29,7 @@ class GeneratorStates:
         self._outside = outside
         self._saves = always or not draws_are_counted()
         self._counts = self._counts_ended = DrawCountSnapshot()
-        self.drawn = 0
+        self.draw_count = 0
         self._most = -1
         self._began: list[tuple[torch.Generator, torch.Tensor]] = []
         self._ended: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -39,11 +39,11 @@ class GeneratorStates:
         for generator in defaults if self._saves else ():
             self._began.append((generator, generator.get_state()))
 
-    def draws(self, generator: torch.Generator | None) -> None:
+    def on_random_op(self, generator: torch.Generator | None) -> None:
         """Note that a random operator will draw."""
         if self._outside is not None:
-            self._outside.draws(generator)
-        self.drawn += 1
+            self._outside.on_random_op(generator)
+        self.draw_count += 1
         if generator is None or not self._saves:
             return
         if all(known is not generator for known, _ in self._began):
@@ -64,14 +64,14 @@ class GeneratorStates:
             generator.set_state(state)
 
     def _note_end(self) -> None:
-        self._counts_ended = self._counts.now().or_further(self._counts_ended)
-        if self.drawn > self._most:
-            self._most = self.drawn
+        self._counts_ended = self._counts.current().maximum(self._counts_ended)
+        if self.draw_count > self._most:
+            self._most = self.draw_count
             self._ended = [(generator, generator.get_state()) for generator, _ in self._began]
-        self.drawn = 0
+        self.draw_count = 0
 
 
-class RefusesDraws(GeneratorStates):
+class NoGeneratorStates(GeneratorStates):
     """Stands for the states where they can't be restored, as in a trace: a draw is an error.
 
     Args:
@@ -82,7 +82,7 @@ class RefusesDraws(GeneratorStates):
         super().__init__()
         self._message = message
 
-    def draws(self, generator: torch.Generator | None) -> None:
+    def on_random_op(self, generator: torch.Generator | None) -> None:
         """Raise the error.
 
         Raises:
@@ -97,6 +97,6 @@ class RefusesDraws(GeneratorStates):
         """Do nothing."""
 
 
-def rewindable(randomness: str) -> GeneratorStates | None:
+def generator_states_for(randomness: str) -> GeneratorStates | None:
     """Return the generators that a call in parts needs for this randomness, or None."""
     return GeneratorStates() if randomness == "same" else None

@@ -58,7 +58,7 @@ of the user or of torch, which the call has reached: a checkpoint ends its secon
 """
 
 # C++ needs the lazy conjugation of a value, which its tracer does not have.
-_RULED = frozenset({"aten::view_as_real"})
+_ALWAYS_RULED = frozenset({"aten::view_as_real"})
 
 
 def updates_statistics(name: str, args: Sequence[Any]) -> bool:
@@ -92,6 +92,7 @@ class TorchOperator(Operator):
     """The row of an ``OpOverload``, with properties that rules and handlers read at every call."""
 
     __slots__ = (
+        "always_ruled",
         "asserts",
         "by_tracers",
         "composite",
@@ -107,7 +108,6 @@ class TorchOperator(Operator):
         "reshapes",
         "returned",
         "row",
-        "ruled",
         "special",
         "writes",
         "written",
@@ -130,7 +130,7 @@ class TorchOperator(Operator):
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         # True if its rule also gets calls without batched arguments.
-        self.ruled = self.random or self.name in _RULED
+        self.always_ruled = self.random or self.name in _ALWAYS_RULED
         # True if it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments
@@ -257,7 +257,7 @@ def overload_of(name: str) -> OpOverload | None:
 
 
 _FACTORY_ATTRIBUTES = ("dtype", "device")
-_ALSO_MADE = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
+_FACTORY_OPTIONS = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
 
 def runs_in_cpp(function: Any) -> bool:
@@ -281,7 +281,7 @@ def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | 
     for which in packet.overloads():
         form = getattr(packet, which)
         given = form._schema.arguments
-        made = {a.name for a in given} & _ALSO_MADE - known
+        made = {a.name for a in given} & _FACTORY_OPTIONS - known
         rest = [_facts(a) for a in given if a.name not in made]
         if rest == wanted and not any(a.is_out for a in given):
             return form, [name for name in _FACTORY_ATTRIBUTES if name in made]
@@ -409,14 +409,14 @@ class OperatorArgument(NamedTuple):
     Attributes:
         name: the keyword.
         type: the type in the schema: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
-        shares: True if a result may share its memory.
+        aliased: True if a result may share its memory.
         written: True if the operator writes to it.
         has_default: True if it may be omitted.
     """
 
     name: str
     type: str
-    shares: bool
+    aliased: bool
     written: bool
     has_default: bool
 
@@ -440,7 +440,7 @@ def arguments_of(op: TorchOperator) -> tuple[OperatorArgument, ...]:
     return _arguments(op.overload)
 
 
-def matched(
+def bind_arguments(
     op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[OperatorArgument, Any]]:
     """Yield the arguments of a call, each with its value.

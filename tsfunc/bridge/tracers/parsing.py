@@ -31,8 +31,8 @@ from torch._C import _disabled_torch_function_impl
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handler
 from tsfunc.bridge.tracers.torch_state import (
+    exclude_autocast_keys,
     in_dispatch_modes,
-    without_autocast,
     without_autograd,
     without_factory_keys,
 )
@@ -364,7 +364,7 @@ def _dispatched_call(
 ) -> tuple[Any, Any, Any]:
     """Return the operator and the arguments that a call dispatches."""
     try:
-        with without_autograd(), without_factory_keys(), without_autocast():
+        with without_autograd(), without_factory_keys(), exclude_autocast_keys():
             function(*args, **kwargs)
     except _DispatchedCall as dispatched:
         overload, args, kwargs = dispatched.args

@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.tracers.call_plans import Plan, dims_at_call, plans_of_operator
+from tsfunc.bridge.tracers.call_plans import CallPlan, dims_at_call, plans_of_operator
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of, tensors_in
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.ops.registry import Category, RuleLevel
@@ -150,7 +150,7 @@ def _has_tensors_only(value: Any) -> bool:
 
 
 def record(
-    plan: Plan,
+    plan: CallPlan,
     batch_size: int,
     kinds: Sequence[Any],
     args: Sequence[Any],

@@ -159,14 +159,16 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
         for level in reversed(current_levels()):
             if random and level.forbids_random and not _spreads_over(level):
                 raise RuntimeError(_refuse_random(level, overload))
-            if isinstance(level, TracerLevel) and level.sees_factory(name, random):
+            if isinstance(level, TracerLevel) and level.handles_factory(name, random):
                 if given is not None and given.depth >= level.depth:
                     break  # the tracers lead to the level through their autograd
                 if inplace:
                     for prepare in before_drawing:
                         prepare(operator_of(overload), args[0], level)
                 with without_factory_keys():
-                    return level.from_factory(operator_of(overload).run_at(level, args, kwargs))
+                    return level.wrap_factory_result(
+                        operator_of(overload).run_at(level, args, kwargs)
+                    )
         if name == "scalar_tensor":  # it fills a tensor of another factory
             with without_factory_keys():
                 return overload.redispatch(keys & rest, *args, **kwargs)
@@ -211,7 +213,7 @@ def _random_out_kernel(overload: Any, key: str) -> Callable[..., Any]:
         for level in reversed(current_levels()):
             if level.forbids_random and not _spreads_over(level):
                 raise RuntimeError(_refuse_random(level, overload))
-            if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
+            if isinstance(level, TracerLevel) and level.handles_factory(overload.name(), True):
                 if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
                     break  # the out tensors lead to the level
                 raise RuntimeError(

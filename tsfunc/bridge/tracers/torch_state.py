@@ -101,18 +101,18 @@ _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.star
 _EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 
 
-class _Casting(threading.local):
+class _AutocastState(threading.local):
     """``exclude``: the exclude set at the function handler if autocast is on, None if it is off."""
 
     exclude: Any = None
 
 
-casting = resets(_Casting())
+autocast_state = resets(_AutocastState())
 
 
-def is_casting() -> bool:
+def is_autocasting() -> bool:
     """True if autocast is on for this call, or was on at the function handler."""
-    return casting.exclude is not None or _is_any_autocast_enabled()
+    return autocast_state.exclude is not None or _is_any_autocast_enabled()
 
 
 class autocast_of_the_call:
@@ -121,33 +121,33 @@ class autocast_of_the_call:
     __slots__ = ("previous",)
 
     def __enter__(self) -> None:
-        self.previous = casting.exclude
+        self.previous = autocast_state.exclude
         on = _is_any_autocast_enabled()
-        casting.exclude = _dispatch_tls_local_exclude_set() if on else None
+        autocast_state.exclude = _dispatch_tls_local_exclude_set() if on else None
 
     def __exit__(self, *error: object) -> None:
-        casting.exclude = self.previous
+        autocast_state.exclude = self.previous
 
 
-class without_casting:
+class suspend_autocast:
     """Context manager that disables autocast, also for the parts of composites."""
 
     __slots__ = ("guard", "previous")
 
     def __enter__(self) -> None:
-        self.previous = casting.exclude
+        self.previous = autocast_state.exclude
         self.guard = _DisableAutocast()
         self.guard.__enter__()
-        casting.exclude = None
+        autocast_state.exclude = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        casting.exclude = self.previous
+        autocast_state.exclude = self.previous
         self.guard.__exit__(kind, error, trace)
 
 
-def is_cast(name: str) -> bool:
+def has_autocast_kernel(name: str) -> bool:
     """True if autocast, as set for this call, has a kernel of its own for an operator."""
-    exclude = casting.exclude or _dispatch_tls_local_exclude_set()
+    exclude = autocast_state.exclude or _dispatch_tls_local_exclude_set()
     return any(
         not exclude.has(key) and _dispatch_has_kernel_for_dispatch_key(name, key.name)
         for key in _AUTOCAST
@@ -194,7 +194,7 @@ def _captured_key_sets() -> _KeySets:
 class TorchState:
     """The part of torch's thread-local state that a level captures, without autocast.
 
-    ``rerun_by`` is the backward pass, by id, that runs the function again (``rerunning``), or -1.
+    ``rerun_by`` is the backward pass, by id, that runs the function again (``mark_rerun``), or -1.
     ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
     results are not differentiated: the pass must not be recorded there. ``paused`` is True while
     ``grad_mode`` is False because a function turned grad mode off. ``guards`` are free guards that
@@ -234,10 +234,10 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
 
 def _with_autocast(exclude: Any) -> Any:
     """Return the exclude set with autocast as set for this call."""
-    return exclude - (_EVERY_AUTOCAST - casting.exclude)
+    return exclude - (_EVERY_AUTOCAST - autocast_state.exclude)
 
 
-def records_inside(state: TorchState) -> bool:
+def records_on_values(state: TorchState) -> bool:
     """True if autograd records on the values inside of a level's tensors.
 
     The engine turns grad mode off while it runs a backward pass, which does not mean these values.
@@ -258,7 +258,7 @@ _reruns: Final = resets(_Reruns())
 
 
 @contextmanager
-def rerunning(states: Sequence[TorchState]) -> Iterator[None]:
+def mark_rerun(states: Sequence[TorchState]) -> Iterator[None]:
     """Context manager: a backward pass runs a function again, which sets grad mode itself.
 
     Args:
@@ -300,13 +300,13 @@ class RestoredTorchState:
         include, exclude = state.include, state.exclude
         if not now and torch.is_inference_mode_enabled():
             include, exclude = _in_inference_mode(include, exclude)
-        if casting.exclude is not None:
+        if autocast_state.exclude is not None:
             exclude = _with_autocast(exclude)
         if state.in_modes and not _len_torch_dispatch_stack():
             include = include.remove(TorchKey.Python).remove(TorchKey.PythonTLSSnapshot)
         self.guard = _ForceDispatchKeyGuard(include, exclude)
         self.guard.__enter__()
-        want = records_inside(state)
+        want = records_on_values(state)
         self.previous: bool | None = None
         if want is not now:
             self.previous = now
@@ -355,7 +355,7 @@ def with_views() -> Any:
     return _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False)
 
 
-def without_autocast() -> Any:
+def exclude_autocast_keys() -> Any:
     """Context manager: operators run without autocast."""
     return _DisableAutocast()
 

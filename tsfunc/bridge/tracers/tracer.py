@@ -42,7 +42,7 @@ from tsfunc.bridge.tracers.torch_state import (
     any_autocast,
     autocast_of_the_call,
     below_autograd,
-    is_casting,
+    is_autocasting,
     tangents_enabled,
     with_views,
     without_autograd,
@@ -111,19 +111,19 @@ class TracerLevel(Level):
             it is 0, calls skip torch's autograd on their way in.
         forward: the number of forward-mode transforms that attach tangents to this level's
             tracers.
-        roots: the function that runs at the level, and its arguments; a tensor that they reach is
-            from outside of the function.
+        outside_roots: the function that runs at the level, and its arguments; a tensor that they
+            reach is from outside of the function.
         serial: a number that increases with each new level.
         functorch_depth: the number of torch.func transforms outside of it.
         torch_state: the captured part of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "forward", "functorch_depth", "roots", "serial", "torch_state")
+    __slots__ = ("autograd", "forward", "functorch_depth", "outside_roots", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
-        self.roots: Sequence[Any] = ()
+        self.outside_roots: Sequence[Any] = ()
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()
@@ -146,7 +146,7 @@ class TracerLevel(Level):
         """Return a tensor from outside of all levels as the levels inside of this one wrap it."""
         return value
 
-    def as_outer_traces_see(self, value: torch.Tensor) -> torch.Tensor:
+    def lift_for_outer_traces(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as this level wraps it: an outer trace reads it as an input.
 
         Otherwise a call on such tensors alone would run while the program is traced.
@@ -157,21 +157,21 @@ class TracerLevel(Level):
                     value = level.wrap_for_inner_levels(value)
         return value
 
-    def sees_factory(self, name: str, random: bool) -> bool:
+    def handles_factory(self, name: str, random: bool) -> bool:
         """True if the level handles a factory function, or a random function.
 
         The innermost level that returns True gets the call.
         """
         return False
 
-    def from_factory(self, result: Any) -> Any:
+    def wrap_factory_result(self, result: Any) -> Any:
         """Return the result of a factory function or a random function, as the function gets it."""
         return result
 
-    def passes_backward(self) -> None:
+    def on_backward_pass(self) -> None:
         """Note that a backward pass runs while the level is active."""
 
-    def serves_backward(self, call: BackwardPass) -> bool:
+    def allows_backward_outside(self, call: BackwardPass) -> bool:
         """True if a backward pass at the level's tensors may reach tensors from outside.
 
         The level gets every pass that the user's code starts on its tensors before it runs.
@@ -310,22 +310,22 @@ class Tracer(torch.Tensor):
         """Return another tracer for the same values, without the graph of its own level."""
         raise TypeError(f"{type(self).__name__} does not define aliased_here().")
 
-    def from_outside(self) -> bool:
+    def is_from_outside(self) -> bool:
         """True if the values are from outside, so the transformed function may not write them."""
         return False
 
-    def origin(self) -> Any:
+    def base_identity(self) -> Any:
         """Return an object that identifies the tensor which the tracer is a view of, or itself.
 
         None if the tracer's value decides.
         """
         return None
 
-    def conjugated(self) -> bool:
+    def is_lazily_conjugated(self) -> bool:
         """True if the value is lazily conjugated: C++ can't read this from the tracer."""
         value = getattr(self, "value", None)
         if isinstance(value, Tracer):
-            return value.conjugated()
+            return value.is_lazily_conjugated()
         return isinstance(value, torch.Tensor) and value.is_conj()
 
     def read(self, name: str) -> Any:
@@ -363,7 +363,7 @@ def attributes_of(tracer: Tracer) -> dict[str, Any]:
     return {name: getattr(tracer, name) for name in slots if hasattr(tracer, name)}
 
 
-def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def written_argument(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an in-place operator's first argument, in its new shape if it has one."""
     if op.reshapes:  # autograd has seen the call already
         with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
@@ -514,7 +514,7 @@ def call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call torch from the function handler, past this check once, and past autograd if possible."""
-    if is_casting():
+    if is_autocasting():
         with autocast_of_the_call():
             return _call_torch(func, types, args, kwargs)
     return _call_torch(func, types, args, kwargs)

@@ -6,7 +6,7 @@ rules of operators, the kernels of transforms and torch's own checks read such p
 only to compute a result. :class:`UserCode` is the function mode under which a trace runs the
 function. torch takes the mode off its stack while the mode handles a call, and kernels run without
 function modes, so the mode is active exactly while the function's own code runs. A transform that
-the function calls runs under the mode too; its own queries are inside of :func:`implementation`.
+the function calls runs under the mode too; its own queries are inside of :func:`transform_code`.
 
 Private names used here (torch 2.13 and 2.14): ``_C._is_torch_function_mode_enabled`` is False while
 function modes are disabled; ``overrides._get_current_function_mode_stack`` lists the active modes.
@@ -48,9 +48,9 @@ class UserCode(TorchFunctionMode):
 
 
 class _QueryState(threading.local):
-    """Attribute ``implementation``: True inside of :func:`implementation`."""
+    """Attribute ``transform_code``: True inside of :func:`transform_code`."""
 
-    implementation = False
+    transform_code = False
 
 
 _query_state = resets(_QueryState())
@@ -60,19 +60,19 @@ def in_user_code() -> bool:
     """True if the code of a traced function runs: NOTE [queries of user code]."""
     return (
         _is_torch_function_mode_enabled()
-        and not _query_state.implementation
+        and not _query_state.transform_code
         and any(isinstance(mode, UserCode) for mode in _get_current_function_mode_stack())
     )
 
 
 @contextmanager
-def implementation() -> Iterator[None]:
+def transform_code() -> Iterator[None]:
     """Context manager: the queries of the block are those of a transform, and add no guards."""
-    before, _query_state.implementation = _query_state.implementation, True
+    before, _query_state.transform_code = _query_state.transform_code, True
     try:
         yield
     finally:
-        _query_state.implementation = before
+        _query_state.transform_code = before
 
 
 def caller_of_handlers() -> FrameType:
@@ -148,7 +148,7 @@ def same_number(left: Any, right: Any) -> bool:
     return bool(left.node.expr == right.node.expr if symbolic else left == right)
 
 
-def known_to_hold(fact: Any) -> bool:
+def statically_known_true(fact: Any) -> bool:
     """True if a fact about sizes is known to hold for all sizes; adds no guard."""
     if isinstance(fact, bool):
         return fact

@@ -68,7 +68,7 @@ STATE_WRITES: Final[list[_StateWrite]] = []
 
 def call_of(level: TracerLevel) -> TracerLevel:
     """Return the level of the transformed call that a level belongs to."""
-    return level.origin.root if isinstance(level, BatchLevel) else level.root
+    return level.original.root if isinstance(level, BatchLevel) else level.root
 
 
 def note_write(

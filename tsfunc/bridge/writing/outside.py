@@ -54,7 +54,7 @@ class OutsideTensors:
     """
 
     def __init__(self, level: TracerLevel) -> None:
-        reachable = Reachable(level.roots)
+        reachable = Reachable(level.outside_roots)
         self._tensors = {id(tensor): tensor for tensor in reachable.tensors}
         self._memories = {memory_of(tensor) for tensor in self._tensors.values()} - {None}
         self.entries = reachable.entries

@@ -106,7 +106,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     wrapped = {id(value) for tensor in aliases.tensors for value in _values(tensor)}
     if any(id(tensor) not in wrapped for tensor in others):
         raise CreatedOutside  # a transform between the two levels depends on the tensor
-    outside = any(isinstance(t, Tracer) and t.from_outside() for t in aliases.tensors)
+    outside = any(isinstance(t, Tracer) and t.is_from_outside() for t in aliases.tensors)
     if outside or id(subject) not in recent:
         raise CreatedOutside
     aliases.tensors = _connected(subject, aliases.tensors)
@@ -336,7 +336,7 @@ def _counterparts(
 def base_of(tensor: torch.Tensor) -> Any:
     """Return an object that identifies the tensor that a tensor is a view of, or itself."""
     while isinstance(tensor, Tracer):
-        origin = tensor.origin()
+        origin = tensor.base_identity()
         if origin is not None:
             return origin
         tensor = tensor.value  # type: ignore[attr-defined]

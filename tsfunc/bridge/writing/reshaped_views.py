@@ -210,7 +210,7 @@ def memory_under_views(x: torch.Tensor) -> Any:
 def is_argument(x: Any, memory: Any) -> bool:
     """True if the memory is that of an argument of one of the tensor's levels."""
     while isinstance(x, BatchTracer):
-        for value in pytrees.leaves_of(x.dispatch_level.roots[1:]):
+        for value in pytrees.leaves_of(x.dispatch_level.outside_roots[1:]):
             if isinstance(value, torch.Tensor) and memory_under_views(value) == memory:
                 return True
         x = x.value

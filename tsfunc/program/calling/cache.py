@@ -20,7 +20,7 @@ from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.bridge.tracers.user_queries import implementation
+from tsfunc.bridge.tracers.user_queries import transform_code
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.program.closure.guard_codegen import (
@@ -127,7 +127,7 @@ class Target:
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """True if a call satisfies one of the contracts."""
-        with implementation():
+        with transform_code():
             if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
                 return True
         try:
@@ -147,7 +147,7 @@ class Target:
         errors = []
         for contract in self.contracts:
             try:
-                with implementation():
+                with transform_code():
                     return contract, contract.check(arguments)
             except DescriptorViolation as error:
                 errors.append(error)

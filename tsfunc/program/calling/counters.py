@@ -22,7 +22,7 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import outside_all_modes
-from tsfunc.bridge.tracers.user_queries import known_to_hold
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source
@@ -132,7 +132,7 @@ def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 def _is_small(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or known_to_hold(value.numel() == 1)
+    return not isinstance(value, torch.Tensor) or statically_known_true(value.numel() == 1)
 
 
 def _leading_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> list[torch.fx.Node]:

@@ -16,7 +16,7 @@ from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     arguments_of,
-    matched,
+    bind_arguments,
     updates_statistics,
 )
 
@@ -218,15 +218,15 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             # A composite operator may return its argument without declaring it (dropout).
             yield from node.all_input_nodes
         return
-    for argument, value in matched(op, node.args, node.kwargs):
-        if argument.shares:
+    for argument, value in bind_arguments(op, node.args, node.kwargs):
+        if argument.aliased:
             yield from nodes_in(value)
 
 
 @functools.cache
 def declares_sharing(op: TorchOperator) -> bool:
     """True if an operator declares that a result may share the memory of an argument."""
-    return any(argument.shares for argument in arguments_of(op))
+    return any(argument.aliased for argument in arguments_of(op))
 
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
@@ -263,7 +263,7 @@ def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         for i in op.written:
             if i < len(node.args):
                 yield from nodes_in(node.args[i])
-    for argument, value in matched(op, (), node.kwargs):
+    for argument, value in bind_arguments(op, (), node.kwargs):
         if argument.written:
             yield from nodes_in(value)
 

@@ -18,7 +18,12 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.trace.rerun import FakeRerun, difference
-from tsfunc.bridge.tracers.operators import OperatorArgument, TorchOperator, arguments_of, matched
+from tsfunc.bridge.tracers.operators import (
+    OperatorArgument,
+    TorchOperator,
+    arguments_of,
+    bind_arguments,
+)
 from tsfunc.errors import MalformedProgramError
 
 
@@ -89,7 +94,7 @@ class _Check:
             if op.overload is not node.target:
                 self._fail(node, f"it is said to be {op.name}, and calls {node.target}.")
             try:
-                given = list(matched(op, node.args, node.kwargs))
+                given = list(bind_arguments(op, node.args, node.kwargs))
             except TypeError as error:
                 self._fail(node, f"{error}.")
             for argument, value in given:

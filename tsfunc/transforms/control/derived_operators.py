@@ -31,7 +31,7 @@ from tsfunc.bridge.control.control_flow import (
 )
 from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.control.retraced import retraced
-from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
+from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
@@ -392,7 +392,7 @@ class Replayed(ExpandedOperator):
         now = [random_state(device) for device in self.devices]
         with undoing(functools.partial(self._set, now)):
             self._set(states)
-            with keeping_draw_counts():
+            with preserve_draw_counts():
                 set_packed_draw_counts(drawn)
                 return self.op(*operands[: self.count], *operands[self._stop :])
 

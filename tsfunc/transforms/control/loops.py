@@ -17,7 +17,7 @@ import torch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.user_queries import known_to_hold
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import choice_of
@@ -206,6 +206,6 @@ def _numbered(lower: Any, upper: Any) -> bool:
     """True if the length of a range is known, or symbolic and at least one."""
     if isinstance(lower, int) and isinstance(upper, int):
         return True
-    return all(isinstance(b, int | torch.SymInt) for b in (lower, upper)) and known_to_hold(
+    return all(isinstance(b, int | torch.SymInt) for b in (lower, upper)) and statically_known_true(
         lower < upper
     )

@@ -397,7 +397,7 @@ def record_associative_scan(
         before = DrawCountSnapshot()
         left, right = both[: len(leaves)], both[len(leaves) :]
         result = fn(optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right))
-        drew = drew or not before.holds()
+        drew = drew or not before.is_current()
         return result
 
     while True:

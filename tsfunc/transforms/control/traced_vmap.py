@@ -42,10 +42,10 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
         if (
             masks
             or isinstance(level, SubsetLevel)
-            or level.origin is not level
+            or level.original is not level
             or level.splitter is not None
         ):
-            raise CannotUnbatch(level.origin.whole)
+            raise CannotUnbatch(level.original.root)
         levels.append(level)
     return levels
 
@@ -84,9 +84,9 @@ def call_of(
             if i >= op.carried:
                 raise RuntimeError(refused_write(op.name, by, tuple(tensors[i].shape), level))
     elif written:
-        raise CannotUnbatch(level.origin.whole)
+        raise CannotUnbatch(level.original.root)
     if any(is_random(node) for body in op.bodies for node in body.graph.nodes):
-        raise CannotUnbatch(level.origin.whole)
+        raise CannotUnbatch(level.original.root)
     mapped = op
     for flags in reversed(columns):  # the innermost vmap first
         mapped = MappedOperator(mapped, flags)
