@@ -97,7 +97,7 @@ def _program_of(function: Callable[[list[Tensor]], Tensor]) -> Callable[[int], C
     return make
 
 
-def _first_call(leaves: int) -> Call:
+def _on_cache_miss(leaves: int) -> Call:
     tensors = [torch.ones(4) for _ in range(leaves)]
     return lambda: tsfunc.specialize(_two_of)(tensors)
 
@@ -188,7 +188,7 @@ def growths() -> Iterator[Growth]:
         "first call with a list of tensors, two of which are used",
         "leaves",
         (16, 64, 256, 1024, 4096),
-        {"tsfunc, specialized": _first_call},
+        {"tsfunc, specialized": _on_cache_miss},
         plot="first-leaves",
         once=True,
     )

@@ -121,7 +121,7 @@ def test_each_assumption_costs_one_trace(_: int, traces: list[Assumptions]) -> N
         allowed += first  # a size of 0 or 1 is fixed in one more, which is compared
         assert 1 <= len(traces) <= allowed, traces
         if first and "backward" in names:
-            assert all(each.records for each in traces)  # remembered
+            assert all(each.records_autograd for each in traces)  # remembered
 
 
 def test_a_remembered_assumption_that_does_not_hold_is_dropped(traces: list[Assumptions]) -> None:
@@ -132,12 +132,12 @@ def test_a_remembered_assumption_that_does_not_hold_is_dropped(traces: list[Assu
     s = specialize(f)
     x = torch.randn(3, 2)
     torch.testing.assert_close(s(x, True), f(x, True))
-    assert [each.records for each in traces] == [False, True]
+    assert [each.records_autograd for each in traces] == [False, True]
     torch.testing.assert_close(s(x, False), f(x, False))
-    assert [each.records for each in traces] == [False, True, True, False]
+    assert [each.records_autograd for each in traces] == [False, True, True, False]
     assert "linear" in str(s.program)  # without autograd's own operators
     torch.testing.assert_close(s(x[1:], True), f(x[1:], True))
-    assert [each.records for each in traces[4:]] == [False, True]
+    assert [each.records_autograd for each in traces[4:]] == [False, True]
 
 
 def test_the_steps_of_assumptions_end() -> None:
@@ -156,8 +156,8 @@ def test_the_steps_of_assumptions_end() -> None:
             {"fixed": frozenset(draw.sample(names, draw.randrange(4)))},
             {"other_hints": frozenset(draw.sample(names, draw.randrange(4)))},
             {"guards_changed": draw.random() < 0.5},
-            {"records": draw.random() < 0.5},
-            {"recalled": False, "records": False},
+            {"records_autograd": draw.random() < 0.5},
+            {"recalled": False, "records_autograd": False},
             {"identities": draw.random() < 0.5},
         ])  # fmt: skip
         return held.moved(**changes)
@@ -174,13 +174,15 @@ def test_the_steps_of_assumptions_end() -> None:
                 assert not other.is_followed_by(held)
                 raise Retrace(other)
 
-    trace_until_valid(trace, Assumptions(varying=frozenset(names), records=True, recalled=True))
+    trace_until_valid(
+        trace, Assumptions(varying=frozenset(names), records_autograd=True, recalled=True)
+    )
     assert count > 1
 
 
 def test_a_step_back_is_an_error() -> None:
     def trace(held: Assumptions) -> None:
-        raise Retrace(dataclasses.replace(held, records=False))
+        raise Retrace(dataclasses.replace(held, records_autograd=False))
 
     with pytest.raises(AssertionError):
-        trace_until_valid(trace, Assumptions(records=True))
+        trace_until_valid(trace, Assumptions(records_autograd=True))

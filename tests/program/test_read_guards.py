@@ -20,6 +20,7 @@ from tsfunc.program.closure import read_guards
 from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
 from tsfunc.program.closure.read_guards import (
     IN_DICT,
+    ClosureTensor,
     Distinct,
     EqualValue,
     KeysAre,
@@ -28,7 +29,6 @@ from tsfunc.program.closure.read_guards import (
     Missing,
     NoMember,
     NotOneOf,
-    OwnTensor,
     ReadCondition,
     ReadGuard,
     ReadGuards,
@@ -76,7 +76,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((NotOneOf(FIRST, (HOLDER,)),), [[OTHER]], [[HOLDER]]),
     ((Missing(FIRST, "other"),), [[HOLDER]], [[type("T", (), {"other": 1})()]]),
     ((Missing(FIRST, "a", IN_DICT),), [[{"b": 1}]], [[{"a": 1}]]),
-    ((OwnTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
+    ((ClosureTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
     ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
         (
@@ -187,7 +187,7 @@ def test_a_path_has_one_variable() -> None:
     for _ in range(2):
         source = FIRST.attribute("value", "x.value").item(key, "x.value[('a', 1)]")
         reads.add(EqualValue(source, 1))
-        assert reads.result(source, 1) == 0
+        assert reads.add_result(source, 1) == 0
     assert reads.values == (1,)
     assert reads.function(now())([Holder({key: 1})]) == (1,)
 
@@ -195,9 +195,9 @@ def test_a_path_has_one_variable() -> None:
 def test_a_tensor_that_is_replaced_becomes_an_input() -> None:
     reads = ReadGuards()
     source = FIRST.attribute("value", "x.value")
-    reads.own(source, TENSOR)
+    reads.guard_identity(source, TENSOR)
     assert reads.function(now())([Holder(torch.zeros(2))]) is None
-    reads.loosen(source, TENSOR)
+    reads.make_input(source, TENSOR)
     new = torch.zeros(2)
     found = reads.function(now())([Holder(new)])
     assert found is not None and found[0] is new

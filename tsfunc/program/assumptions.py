@@ -10,8 +10,9 @@ Each assumption moves one way only, so the number of assumptions bounds the numb
 hints are an exception: they belong to the sizes that are symbols, and start over when another
 assumption moves. Each trace undoes its effects on objects outside before the next begins.
 
-``records`` is remembered by the cache: the next first call begins with it. Other assumptions are
-about the arguments of one call, or were given up for a reason that may not be theirs.
+``records_autograd`` is remembered by the cache: the next cache miss begins with it. Other
+assumptions are about the arguments of one call, or were given up for a reason that may not be
+theirs.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class Assumptions:
         refusal: the error for a trace that fails with other hints, too.
         guards_changed: variables that the function only changes are guarded as well, since it
             puts tensors into them: NOTE [counters]. It becomes True.
-        records: autograd records during the trace, for backward passes that the function runs
-            itself: NOTE [backward passes in programs]. It becomes True.
-        recalled: ``records`` is remembered from an earlier call. It becomes False, together with
-            ``records``, if the function runs no backward pass.
-        identities: the function compares its tensors by identity: NOTE [tensor aliasing]. It
-            becomes True.
-        own: the tensors, by id, that the function has from elsewhere and gets as arguments, too.
-            It gains members.
+        records_autograd: autograd records during the trace, for backward passes that the function
+            runs itself: NOTE [backward passes in programs]. It becomes True.
+        recalled: ``records_autograd`` is remembered from an earlier call. It becomes False,
+            together with ``records_autograd``, if the function runs no backward pass.
+        compares_identity: the function compares its tensors by identity: NOTE [tensor aliasing].
+            It becomes True.
+        closure_tensors: the tensors, by id, that the function has from elsewhere and gets as
+            arguments, too. It gains members.
     """
 
     varying: frozenset[str] = frozenset()
@@ -63,10 +64,10 @@ class Assumptions:
     other_hints: frozenset[str] = frozenset()
     refusal: ConstraintViolation | None = field(default=None, compare=False)
     guards_changed: bool = False
-    records: bool = False
+    records_autograd: bool = False
     recalled: bool = False
-    identities: bool = False
-    own: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    compares_identity: bool = False
+    closure_tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def moved(self, **changes: Any) -> Assumptions:
         """Return other assumptions; if the symbols are others, they have the hints of the call."""
@@ -84,7 +85,8 @@ class Assumptions:
             len(self.fixed),
         )
         of_objects: tuple[int, ...] = (
-            self.guards_changed, self.records, self.identities, len(self.own),
+            self.guards_changed, self.records_autograd, self.compares_identity,
+            len(self.closure_tensors),
         )  # fmt: skip
         if self.recalled:
             of_objects = (-1,) * len(of_objects)

@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
-from tsfunc.program.calling.capture import TraceRequest, outline
+from tsfunc.program.calling.capture import TraceRequest, abstract_eval
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import MetaTensorType
@@ -84,7 +84,9 @@ def abstract_results(
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in examples])
             return pytrees.tree_map(_look_of, func(*args, **kwargs))
-    return pytrees.tree_map(_look_of, outline(_request(label, name_of(func), func, examples, tree)))
+    return pytrees.tree_map(
+        _look_of, abstract_eval(_request(label, name_of(func), func, examples, tree))
+    )
 
 
 def without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -99,7 +101,7 @@ def without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> A
         DataDependentError: the function needs data.
     """
     flat, tree = pytrees.flatten((tuple(args), {}))
-    return outline(_request(label, label, func, flat, tree))
+    return abstract_eval(_request(label, label, func, flat, tree))
 
 
 @outside_dynamo

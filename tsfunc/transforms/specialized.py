@@ -43,7 +43,7 @@ from tsfunc.errors import (
 )
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining, Target
-from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
+from tsfunc.program.calling.calls import CacheMiss, raise_user_assertion
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.closure.guard_codegen import GuardTexts
@@ -142,18 +142,18 @@ class Specialized(Generic[_Params, _Result]):
                 if values is not None:
                     entry.hits += 1
                     if entry is not entries[0]:
-                        self.cache.use(entry)
+                        self.cache.move_to_front(entry)
                     try:
                         out: _Result = entry.build(entry.run(values))
                         return out
                     except NeedsInlining:
-                        out = self._traced_again(args, kwargs)
+                        out = self._call_inlined(args, kwargs)
                         return out
                     except RuntimeError as error:
                         if self._has_function:
                             raise_user_assertion(self.func, args, kwargs, entry.program, error)
                         raise
-            out = self._first_call(args, kwargs)
+            out = self._on_cache_miss(args, kwargs)
             return out
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
@@ -193,14 +193,14 @@ class Specialized(Generic[_Params, _Result]):
     def _label(self) -> str:
         return f"specialize({spelled(self.func)})"
 
-    def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function itself, because a trace could not record what its program does."""
         return self.func(*args, **kwargs)
 
-    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_cache_miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the contract, trace the function, and keep the program."""
         flat, tree = pytrees.flatten((args, kwargs))
-        call = FirstCall(self.target, (args, kwargs), flat, tree)
+        call = CacheMiss(self.target, (args, kwargs), flat, tree)
         if tracing_here():
             return self.func(*args, **kwargs)
         with self.cache.lock:
@@ -291,7 +291,7 @@ class Specialized(Generic[_Params, _Result]):
         target = dataclasses.replace(self.target, contracts=(contract,))
         with self.cache.lock:
             return (
-                FirstCall(target, arguments, flat, tree).program(self.cache, "lower()")[0].program
+                CacheMiss(target, arguments, flat, tree).program(self.cache, "lower()")[0].program
             )
 
     @property
@@ -503,17 +503,17 @@ class LoadedFunction(Specialized[..., Any]):
     saved_state: CellState
     label: str  # the file that it was loaded from
 
-    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_cache_miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error that tells how the call differs from the calls of the programs."""
         flat, tree = pytrees.flatten((args, kwargs))
-        call = FirstCall(self.target, (args, kwargs), flat, tree)
+        call = CacheMiss(self.target, (args, kwargs), flat, tree)
         raise DescriptorViolation(
             f"{self.name}, loaded from {self.label}: there is no program for this call, and a file "
             f"does not have the function itself: {explain_miss(call, self.cache.entries)}"
             f"Call it as these were called, or save it after a call like this one."
         )
 
-    def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
             f"{self.name}, loaded from {self.label}, differentiates what draws random numbers, and "
@@ -580,7 +580,7 @@ def read_loaded(
         ) from None
     loaded.saved_state, loaded.label = saved.state, label
     programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
-    refused = loaded.target.refused_by(None, True)
+    refused = loaded.target.refusal_test(None, True)
     loaded.cache.entries = tuple(
         CachedProgram.of_call_spec(
             programs[answer.program],

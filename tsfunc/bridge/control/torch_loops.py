@@ -30,7 +30,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, regist
 from tsfunc.bridge.tracers.registrations import replace_in_transforms
 from tsfunc.dispatch.state import tls
 
-OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
+REPLACEMENTS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
 
 
 def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
@@ -39,7 +39,7 @@ def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) ->
     def called(_: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    OURS[operator] = func
+    REPLACEMENTS[operator] = func
     rules = FunctionRules()
     rules.add(Stage.METHOD, called, operator)
     registry.load([rules])
@@ -50,7 +50,7 @@ class _Given(TorchFunctionMode):
     """Replaces torch's operators, even in calls without a tracer among the operands."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return OURS.get(func, func)(*args, **(kwargs or {}))
+        return REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _in_transform() -> bool:

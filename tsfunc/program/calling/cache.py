@@ -28,9 +28,9 @@ from tsfunc.program.closure.guard_codegen import (
     ClosureGuard,
     Enter,
     Names,
-    builder,
+    flatten_lines,
     key_orders,
-    opening_lines,
+    unflatten_function,
 )
 from tsfunc.program.closure.read_guards import OfBranch, ReadGuards
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
@@ -88,7 +88,7 @@ class Target:
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
-    def refused_by(
+    def refusal_test(
         self, contract: CompiledDescriptors | None, any_grad: bool = False
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
         """Return a function that is True for calls that pass a guard, but have to be refused.
@@ -121,11 +121,11 @@ class Target:
             arguments = self.bound(args, kwargs)
             if any(each.is_kept(arguments) for each in narrower):
                 return True
-            return guaranteed and not self._keeps(arguments)
+            return guaranteed and not self._satisfies_contract(arguments)
 
         return refuses if narrower or guaranteed else None
 
-    def _keeps(self, arguments: Mapping[str, Any]) -> bool:
+    def _satisfies_contract(self, arguments: Mapping[str, Any]) -> bool:
         """True if a call satisfies one of the contracts."""
         with transform_code():
             if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
@@ -236,7 +236,7 @@ def _structure_text(value: Any) -> str:
     return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {len(leaves)} values"
 
 
-def passed_text(positional: int, keywords: Iterable[str]) -> str:
+def arguments_text(positional: int, keywords: Iterable[str]) -> str:
     """Return a text that shows positional and keyword arguments: ``(_, y=_)``."""
     return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
 
@@ -250,7 +250,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     """
     nearest: list[str] | None = None
     for others in known:
-        names = subjects(facts, others)
+        names = primary_differences(facts, others)
         if nearest is None or len(names) < len(nearest):
             nearest = [_difference(name, facts, others) for name in names]
     if nearest is None:
@@ -268,7 +268,7 @@ UNSEEN = "something has changed that the function reads besides its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
 
-def subjects(facts: Facts, others: Facts) -> list[str]:
+def primary_differences(facts: Facts, others: Facts) -> list[str]:
     """Return the names of the facts in which two calls differ, without those that follow.
 
     Other values of a container follow from its structure, and sizes from the number of dims.
@@ -410,8 +410,8 @@ class CachedProgram:
     def __post_init__(self) -> None:
         self.enter = self.given or self._flattened
         if self.refuses is not None:
-            self.enter = functools.partial(_enter_own, self.enter, self.refuses)
-        self.run, self.build = self.program.run, builder(self.program.out_tree)
+            self.enter = functools.partial(_enter_unless_refused, self.enter, self.refuses)
+        self.run, self.build = self.program.run, unflatten_function(self.program.out_tree)
         if any(isinstance(node.target, RandomStates) for node in every_node(self.program.graph)):
             self.run = _outside_traces(self.program.run)
 
@@ -426,13 +426,13 @@ class CachedProgram:
         """Return a program for calls, with a guard that is generated from their description."""
         reads = program.read_guards or ReadGuards()
         lines, scope = guard_lines(call_spec.guards(), call_spec.bounds, len(call_spec.leaves))
-        opening = opening_lines(call_spec.tree, scope, call_spec.of_keywords)
+        opening = flatten_lines(call_spec.tree, scope, call_spec.keyword_order)
         return cls(
-            program, call_spec.tree, reads.function(call_spec.ambient, lines, scope),
-            reads.function(call_spec.ambient), reason, None, call_spec,
+            program, call_spec.tree, reads.function(call_spec.settings, lines, scope),
+            reads.function(call_spec.settings), reason, None, call_spec,
             None
             if opening is None
-            else reads.entry_code(call_spec.ambient, opening, lines, scope),
+            else reads.entry_code(call_spec.settings, opening, lines, scope),
             refuses,
         )  # fmt: skip
 
@@ -453,9 +453,9 @@ class CachedProgram:
         """
         spec, reads = self.call_spec, self.program.read_guards
         lines, scope = guard_lines(spec.guards(), spec.bounds, len(spec.leaves))
-        if reads is None or ReadGuards().function(spec.ambient, lines, scope)(flat) is None:
+        if reads is None or ReadGuards().function(spec.settings, lines, scope)(flat) is None:
             return None
-        return reads.differences(spec.ambient, flat)
+        return reads.differences(spec.settings, flat)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""
@@ -464,8 +464,8 @@ class CachedProgram:
         )
         if tree != self.tree:
             return None
-        orders = self.call_spec.orders
-        if orders and key_orders(tree, self.call_spec.of_keywords) != orders:
+        orders = self.call_spec.key_orders
+        if orders and key_orders(tree, self.call_spec.keyword_order) != orders:
             return None
         reached = self.accepts(flat)
         return None if reached is None else [*flat, *reached]
@@ -490,7 +490,7 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _enter_own(
+def _enter_unless_refused(
     enter: Enter,
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool],
     args: tuple[Any, ...],
@@ -516,11 +516,11 @@ class Cache:
         history: the facts of the calls that programs were made for.
         varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
         fixed: the sizes and numbers that could not be widened together.
-        needed: the numbers that the function needs themselves.
+        required_numbers: the numbers whose values the function needs.
         constants: the numbers from outside that are not inputs, since a symbol in their place
             would change what the function does: NOTE [numbers that vary].
-        records: whether the function runs backward passes itself, as its last trace found out:
-            NOTE [retracing].
+        records_autograd: whether the function runs backward passes itself, as its last trace found
+            out: NOTE [retracing].
         warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
@@ -532,9 +532,9 @@ class Cache:
         self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
-        self.needed: frozenset[str] = frozenset()
+        self.required_numbers: frozenset[str] = frozenset()
         self.constants: set[str] = set()
-        self.records = False
+        self.records_autograd = False
         self.warned_about: set[str] = set()
         self.misses = self._former_hits = 0
 
@@ -550,13 +550,13 @@ class Cache:
                 return entry
         return None
 
-    def use(self, entry: CachedProgram) -> None:
+    def move_to_front(self, entry: CachedProgram) -> None:
         """Move an entry to the front."""
         with self.lock:
             if entry in self.entries:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
 
-    def known(
+    def find_for_sizes(
         self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
     ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
@@ -566,14 +566,14 @@ class Cache:
             if (
                 entry.signature in signatures
                 and not held
-                and not entry.call_spec.unmet(flat, sizes)
+                and not entry.call_spec.failing_conditions(flat, sizes)
             ):
                 reached = entry.closure_guard(flat)
                 if reached is not None:
                     return entry, reached
         return None
 
-    def keep(self, entry: CachedProgram) -> None:
+    def add(self, entry: CachedProgram) -> None:
         """Put a program first among the entries."""
         if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
             return  # it belongs to an active outer transform, and ends with it
@@ -610,9 +610,9 @@ class Cache:
             self.history.clear()
             self.varied.clear()
             self.fixed.clear()
-            self.needed = frozenset()
+            self.required_numbers = frozenset()
             self.constants.clear()
-            self.records = False
+            self.records_autograd = False
             self.reset_counts()
 
 

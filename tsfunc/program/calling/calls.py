@@ -36,17 +36,17 @@ from tsfunc.program.calling.cache import (
     Cache,
     CachedProgram,
     Target,
+    arguments_text,
     difference_text,
     facts_of_call,
-    passed_text,
     reason_for,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
 from tsfunc.program.calling.variation import Variation, is_special
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import (
-    Earlier,
     InputNumber,
+    NumberHistory,
     Read,
     is_container,
     is_instance,
@@ -55,8 +55,8 @@ from tsfunc.program.closure.guard_codegen import (
     Guards,
     SettingsAre,
     Source,
+    flatten_lines,
     key_orders,
-    opening_lines,
 )
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.results import state_of
@@ -101,7 +101,7 @@ class _ValuesByName(dict[str, Any]):
         return self[name]
 
 
-class FirstCall:
+class CacheMiss:
     """A call that no program serves.
 
     Args:
@@ -123,17 +123,17 @@ class FirstCall:
     ) -> None:
         self.func, self.name, self.closure = target.func, target.name, target.closure
         self.target = target
-        self.flat, self.tree, self.ambient = flat, tree, settings()
-        self.orders = key_orders(tree, target.sees_keywords)
+        self.flat, self.tree, self.settings = flat, tree, settings()
+        self.key_orders = key_orders(tree, target.sees_keywords)
         args, kwargs = arguments
         self.parameters = target.signature
         self.arguments = target.bound(args, kwargs)
         self.argument_paths = argument_paths_of(target.signature, len(flat), tree)
         self._texts = PathTexts(self.arguments)
-        self.passed = passed_text(len(args), kwargs)
+        self.passed = arguments_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
-        self.earlier: Earlier = {}
+        self.earlier: NumberHistory = {}
         self.outside: Sequence[Mapping[str, tuple[Any, Any]]] = ()
         self.outside_inputs: Mapping[str, InputNumber] = {}
 
@@ -166,12 +166,14 @@ class FirstCall:
             name: size for name, size in self.sizes.items() if size < 2 and name in bounds
         }
         self.variation = variation = Variation(self, cache, inputs, bounds, facts)
-        known = cache.known(signatures, self.flat, self.sizes)
+        known = cache.find_for_sizes(signatures, self.flat, self.sizes)
         self.is_known = known is not None or self.reason in (UNSEEN, dropped)
         if self.outside and reason is None:
             fewest = min(self.outside, key=len)
             self.reason = "; ".join(difference_text(name, *each) for name, each in fewest.items())
-        assumptions = Assumptions(records=cache.records, recalled=cache.records)
+        assumptions = Assumptions(
+            records_autograd=cache.records_autograd, recalled=cache.records_autograd
+        )
         if known is None:
             made, assumptions = self._valid_program(variation.assumed(assumptions))
             variation.record_outcome(assumptions)
@@ -184,14 +186,14 @@ class FirstCall:
             small = self._sizes_not_served(made[0], bounds)
             if small:
                 if known is None:
-                    cache.keep(made[0])
+                    cache.add(made[0])
                 fixed, assumptions = trace_until_valid(
-                    self.trace, assumptions.moved(fixed=frozenset(small)), self.after
+                    self.trace, assumptions.moved(fixed=frozenset(small)), self.next_assumptions
                 )
                 made = self._general_if_equivalent(made, fixed)
-        cache.records = assumptions.records
+        cache.records_autograd = assumptions.records_autograd
         entry, reached = made
-        cache.keep(entry)
+        cache.add(entry)
         return entry, reached
 
     def _sizes_not_served(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
@@ -201,7 +203,7 @@ class FirstCall:
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
-        if not small and entry.call_spec.unmet(self.flat, self.sizes):
+        if not small and entry.call_spec.failing_conditions(self.flat, self.sizes):
             # It was traced with other sizes: with its own sizes, the function raises its error.
             return [name for name in self.sizes if name in bounds]
         return small
@@ -212,14 +214,14 @@ class FirstCall:
         A program with numbers as inputs that no descriptor describes is compared with the program
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
-        made, assumptions = trace_until_valid(self.trace, assumptions, self.after)
+        made, assumptions = trace_until_valid(self.trace, assumptions, self.next_assumptions)
         outside = self.outside_inputs
         if not outside and not self.variation.has_numbers(assumptions):
             return made, assumptions
         exact, alone = trace_until_valid(
             self.trace,
             assumptions.moved(varying=frozenset(), dim=None, outside_numbers=False),
-            self.after,
+            self.next_assumptions,
         )
         if self._is_equivalent(made[0], exact[0], outside.values()):
             return made, assumptions
@@ -234,7 +236,7 @@ class FirstCall:
             entries = [each for each in entries if each.call_spec.bounds or each.call_spec.scalars]
         return [x for x in (each.outside_differences(self.flat) for each in entries) if x]
 
-    def _earlier_numbers(self, cache: Cache) -> Earlier:
+    def _earlier_numbers(self, cache: Cache) -> NumberHistory:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
         values: dict[str, list[Read]] = {}
         if self.target.backend is None:  # backends make numbers constants
@@ -244,7 +246,7 @@ class FirstCall:
                         values.setdefault(text, []).append(value)
         return values
 
-    def after(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
+    def next_assumptions(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return the next weaker assumptions after a trace that has failed, or None.
 
         A trace with symbols may fail where the function does not: a symbol can't be hashed, for
@@ -276,15 +278,19 @@ class FirstCall:
             inputs = [with_fixed_sizes(spec, sizes) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in assumptions.fixed}
         scalars = self.scalars(inputs, bounds, numbers)
-        return inputs, bounds, [x for x in scalars if x.by_itself or assumptions.described_numbers]
+        return (
+            inputs,
+            bounds,
+            [x for x in scalars if x.undescribed or assumptions.described_numbers],
+        )
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Return the assumptions of a program for the call, by the user's names."""
         return facts_of_call(
             guards_on_arguments(self.flat, inputs),
             self.name_of,
-            self.ambient,
-            self.orders,
+            self.settings,
+            self.key_orders,
             self.passed,
             self.arguments,
         )
@@ -293,13 +299,13 @@ class FirstCall:
         self,
         inputs: Sequence[InputSpec],
         bounds: Mapping[str, Dim],
-        by_themselves: Collection[int] = (),
+        undescribed: Collection[int] = (),
     ) -> Sequence[ScalarSpec]:
         """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
         return scalar_inputs(
-            self.flat, self.argument_paths, self.contract, inputs, bounds, by_themselves
+            self.flat, self.argument_paths, self.contract, inputs, bounds, undescribed
         )
 
     @property
@@ -341,12 +347,12 @@ class FirstCall:
         bounds = {**bounds, **program.raised}
         inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
         call_spec = call_spec_of(
-            self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
+            self.flat, self.tree, inputs, bounds, self.settings, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
         guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
         reads = instances.builder.read_guards
-        everything = [*guards, *reads.guards, SettingsAre(self.ambient)]
+        everything = [*guards, *reads.guards, SettingsAre(self.settings)]
         program = dataclasses.replace(
             program,
             call_spec=call_spec,
@@ -372,20 +378,20 @@ class FirstCall:
             run = self._compiled(program, values)
         program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(guards, bounds, len(self.flat))
-        opening = opening_lines(self.tree, scope, self.target.sees_keywords)
+        opening = flatten_lines(self.tree, scope, self.target.sees_keywords)
         entry = CachedProgram(
             program,
             self.tree,
-            reads.function(self.ambient, lines, scope, lazy=opening is not None),
-            reads.function(self.ambient, lazy=True),
+            reads.function(self.settings, lines, scope, lazy=opening is not None),
+            reads.function(self.settings, lazy=True),
             self._reason(assumptions),
             signature,
             call_spec,
-            None if opening is None else reads.entry_code(self.ambient, opening, lines, scope),
-            self.target.refused_by(self.contract),
+            None if opening is None else reads.entry_code(self.settings, opening, lines, scope),
+            self.target.refusal_test(self.contract),
             time.perf_counter() - start,
         )
-        if any(not scalar.by_itself for scalar in scalars) and call_spec.unmet(
+        if any(not scalar.undescribed for scalar in scalars) and call_spec.failing_conditions(
             self.flat, self.sizes
         ):
             # A condition on the number and the sizes in general fails for those of the call.
@@ -459,7 +465,7 @@ class FirstCall:
     def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
         """Return the part of a call that does not depend on sizes of named dims and on numbers."""
         keys = tuple(each.key for each in guards_on_arguments(self.flat, inputs, scalars))
-        return self.contract, self.tree, self.orders, self.ambient, keys
+        return self.contract, self.tree, self.key_orders, self.settings, keys
 
     def name_of(self, position: int) -> str:
         """Return the user's spelling of a flattened argument."""

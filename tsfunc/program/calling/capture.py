@@ -63,7 +63,7 @@ from tsfunc.program.closure.side_effects import (
 )
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
-from tsfunc.program.guarding.call_spec import as_one, groups_of
+from tsfunc.program.guarding.call_spec import alias_tensors, groups_of
 from tsfunc.program.guarding.guards import Groups, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
@@ -184,7 +184,7 @@ def _capture(trace: _Trace) -> Program:
 
 
 @restoring_thread_state
-def outline(request: TraceRequest) -> Any:
+def abstract_eval(request: TraceRequest) -> Any:
     """Return the results of a function for inputs of fixed sizes, with fake tensors as tensors.
 
     Raises:
@@ -253,8 +253,8 @@ class _Trace:
         known = {
             name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
         }
-        by_themselves = [spec.name for spec in request.scalars if spec.by_itself]
-        self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
+        undescribed = [spec.name for spec in request.scalars if spec.undescribed]
+        self.symbols = Symbols(request.bounds, known, numbers, undescribed)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
         # True while a failure of the trace must undo the function's assignments.
@@ -269,7 +269,9 @@ class _Trace:
             axes(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.label, self.symbols, self.assumptions.records)
+            self.level = TraceLevel(
+                self.request.label, self.symbols, self.assumptions.records_autograd
+            )
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
             self.gradients = OutsideGradients(
@@ -289,7 +291,7 @@ class _Trace:
 
     def _record(self) -> NoReturn:
         """Have the function traced again, with autograd recording."""
-        raise Retrace(self.assumptions.moved(records=True))
+        raise Retrace(self.assumptions.moved(records_autograd=True))
 
     def _arguments(self) -> list[Any]:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
@@ -315,10 +317,12 @@ class _Trace:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
         held = self.assumptions
-        instances.compares_identity |= held.identities or held.records
-        self._own = {**held.own, **instances.builder.own_tensors}
-        self._as_one = instances.compares_identity
-        given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
+        instances.compares_identity |= held.compares_identity or held.records_autograd
+        self._own = {**held.closure_tensors, **instances.builder.closure_tensors}
+        self._alias_tensors = instances.compares_identity
+        given = (
+            alias_tensors(request.inputs, tracers, self._own) if self._alias_tensors else tracers
+        )
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
         return traced
@@ -368,10 +372,10 @@ class _Trace:
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
-            if needed and not held.records:
+            if needed and not held.records_autograd:
                 self._record()  # the function has handled the exception
             if held.recalled and not needed:
-                raise Retrace(held.moved(recalled=False, records=False))
+                raise Retrace(held.moved(recalled=False, records_autograd=False))
         except Exception as error:
             rewrite_size_error(request.label, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -389,12 +393,12 @@ class _Trace:
         instances, inputs = self.instances, self.request.inputs
         if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return ()
-        own = {**self._own, **instances.builder.own_tensors}
-        given = self._own if self._as_one else {}
+        own = {**self._own, **instances.builder.closure_tensors}
+        given = self._own if self._alias_tensors else {}
         groups = groups_of(inputs)
-        twice = len(groups) < len(inputs) and not self._as_one
+        twice = len(groups) < len(inputs) and not self._alias_tensors
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise Retrace(self.assumptions.moved(identities=True, own=own))
+            raise Retrace(self.assumptions.moved(compares_identity=True, closure_tensors=own))
         guards = instances.builder.read_guards
         for spec in inputs:
             source, tensor = Source.of_argument(spec.position), own.get(id(spec.example))

@@ -9,19 +9,19 @@ import optree
 
 from tsfunc.program.calling.cache import (
     CachedProgram,
+    arguments_text,
     differing,
     facts_of_call,
-    passed_text,
     reason_for,
 )
-from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.calls import CacheMiss
 from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_in_call
 from tsfunc.program.guarding.inputs import sizes_of_call, tensor_inputs
 
 _MOST_LISTED = 12
 
 
-def explain_miss(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
+def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
     """Return the difference of a call from the nearest program's calls, and a list of programs."""
     inputs, _ = tensor_inputs(call.flat, call.argument_paths, call.contract, call.bindings)
     facts = call.facts(inputs)
@@ -32,7 +32,7 @@ def explain_miss(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
         fact
         for call_spec, others in zip(call_specs, known, strict=True)
         if not differing(facts, others)
-        for fact in call_spec.unmet(call.flat, sizes)
+        for fact in call_spec.failing_conditions(call.flat, sizes)
     ]
     if broken:
         unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
@@ -45,7 +45,7 @@ def explain_miss(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     return f"{unlike}. It has programs for:\n{listed}"
 
 
-def _facts(call_spec: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+def _facts(call_spec: CallSpec, call: CacheMiss, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the facts of a program's calls; a fact that may vary is taken from the call.
 
     Args:
@@ -61,9 +61,9 @@ def _facts(call_spec: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Ma
     own = facts_of_call(
         guards_on_arguments(leaves, call_spec.inputs),
         names_in_call(call_spec, call.target.signature),
-        call_spec.ambient,
-        call_spec.orders,
-        passed_text(len(args), kwargs),
+        call_spec.settings,
+        call_spec.key_orders,
+        arguments_text(len(args), kwargs),
         call.target.bound(args, kwargs),
     )
     if not any(spec.any_grad for spec in call_spec.inputs):

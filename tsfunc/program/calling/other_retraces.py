@@ -19,7 +19,7 @@ from tsfunc.program.calling.cache import (
     Cache,
     Target,
     fact_text,
-    subjects,
+    primary_differences,
 )
 from tsfunc.program.closure.read_guards import OfBranch
 from tsfunc.program.guarding.guards import Facts
@@ -30,8 +30,8 @@ _BRANCHES = 6  # the same for a value by which the function branches
 _SHOWN = 3  # the number of values that a warning shows
 
 
-class CallWithoutProgram(Protocol):
-    """A call that has no program yet; see ``FirstCall``."""
+class CacheMissFacts(Protocol):
+    """A call that has no program yet; see ``CacheMiss``."""
 
     flat: list[Any]
     argument_paths: dict[int, tuple[Any, ...]]
@@ -42,7 +42,7 @@ class CallWithoutProgram(Protocol):
 
 
 def warning_about_others(
-    call: CallWithoutProgram, cache: Cache, facts: Facts, sized: Collection[str]
+    call: CacheMissFacts, cache: Cache, facts: Facts, sized: Collection[str]
 ) -> str | None:
     """Return a warning about one value that varies, with the remedy; None if none does.
 
@@ -80,7 +80,7 @@ def _seen(facts: Facts, history: Iterable[Facts]) -> dict[str, list[Any]]:
     """Return the earlier values of each fact that alone distinguishes a call from enough others."""
     seen: dict[str, list[Any]] = {}
     for others in history:
-        names = subjects(facts, others)
+        names = primary_differences(facts, others)
         if len(names) == 1:
             _add_value(seen, names[0], others.get(names[0], ABSENT))
     return {name: values for name, values in seen.items() if len(values) >= AFTER}
@@ -138,7 +138,7 @@ _REMEDIES = {
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def _remedy(call: CallWithoutProgram, name: str) -> str:
+def _remedy(call: CacheMissFacts, name: str) -> str:
     """Return how calls that differ in a fact about an argument get fewer programs."""
     if name.startswith(STRUCTURE):
         return (

@@ -20,7 +20,7 @@ import torch
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
-from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.calls import CacheMiss
 from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
@@ -83,11 +83,11 @@ def _traced(
     cache.entries = tuple(known)
     args, kwargs = arguments = optree.tree_unflatten(tree, flat)
     with torch.set_grad_enabled(grad):
-        if settings()[1:] != entry.call_spec.ambient[1:]:  # all settings except the grad mode
+        if settings()[1:] != entry.call_spec.settings[1:]:  # all settings except the grad mode
             return []
         try:
             if cache.find(args, kwargs) is None:
-                FirstCall(target, arguments, flat, tree).program(cache)
+                CacheMiss(target, arguments, flat, tree).program(cache)
         except Exception:  # the function, or its descriptors, do not accept such calls
             return []
     return [

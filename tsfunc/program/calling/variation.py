@@ -45,7 +45,7 @@ from tsfunc.program.calling.cache import (
     CachedProgram,
     differing,
 )
-from tsfunc.program.calling.other_retraces import AFTER, CallWithoutProgram, warning_about_others
+from tsfunc.program.calling.other_retraces import AFTER, CacheMissFacts, warning_about_others
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
@@ -277,7 +277,7 @@ def _dims(meta: MetaTensorType, rank: int) -> list[Any]:
 _SHOWN = 3  # the number of values that a warning shows
 
 
-class Call(CallWithoutProgram, Protocol):
+class Call(CacheMissFacts, Protocol):
     """A call whose sizes and numbers may vary."""
 
     tree: optree.PyTreeSpec
@@ -325,7 +325,9 @@ class Variation:
         if not self.cache.auto_widen:
             return assumptions
         as_inputs = self.numbers if self.call.target.backend is None else {}
-        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.needed)
+        names = varying(
+            self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.required_numbers
+        )
         if not names or names in self.cache.fixed:
             return assumptions
         self._tried = names
@@ -356,12 +358,12 @@ class Variation:
         names = assumptions.varying
         needed = self._needed(entry) & names
         if needed:
-            self.cache.needed |= needed
+            self.cache.required_numbers |= needed
             self._tried = names = names - needed
             names = frozenset() if names in self.cache.fixed else names
         elif any(condition.dims for condition in entry.program.conditions) or (
             not names.isdisjoint(self.positions)
-            and entry.call_spec.unmet(self.call.flat, self.sizes)
+            and entry.call_spec.failing_conditions(self.call.flat, self.sizes)
         ):
             names = frozenset()
         if names != assumptions.varying:
@@ -374,7 +376,7 @@ class Variation:
         return frozenset(
             self.call.name_of(spec.position)
             for spec in entry.call_spec.scalars
-            if spec.by_itself and spec.name in needed
+            if spec.undescribed and spec.name in needed
         )
 
     def has_numbers(self, assumptions: Assumptions) -> bool:
@@ -413,7 +415,7 @@ class Variation:
         """Return a warning about values that vary, without those that the new program serves."""
         seen = seen_values(self.facts, self.cache.varied, self.sizes, self.numbers)
         compiled = self.call.target.backend is not None
-        settled = self.cache.needed.union(self.numbers if compiled else ())
+        settled = self.cache.required_numbers.union(self.numbers if compiled else ())
         waits = self.cache.auto_widen
         names = [
             name
@@ -461,7 +463,7 @@ class Variation:
         """Return how the values get one program, on lines of their own."""
         compiled = self.call.target.backend is not None
         numbers = [name for name in names if name in self.numbers]
-        needed = [name for name in numbers if name in self.cache.needed]
+        needed = [name for name in numbers if name in self.cache.required_numbers]
         constant = numbers if compiled else needed
         offered = [name for name in names if name not in constant]
         text = ""

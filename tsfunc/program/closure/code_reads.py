@@ -16,7 +16,7 @@ methods may do anything. Changes that do not accumulate (``last[key] = x``, ``na
 The code of libraries is not scanned. This module lists the library functions that user
 code may call. A function that returns a setting of torch becomes a guard
 (``is_torch_setting_getter``). A function that may give another result at the next call causes a
-warning (``changes_by_itself``).
+warning (``is_nondeterministic``).
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class _Scan:
 _MODULES = (types.ModuleType, type)
 
 
-def reached(owner: Any, attributes: Sequence[str]) -> Any:
+def resolve_attributes(owner: Any, attributes: Sequence[str]) -> Any:
     """Return the object that attributes of modules and classes lead to, or None."""
     for name in attributes:
         if not isinstance(owner, _MODULES):
@@ -328,7 +328,7 @@ def is_torch_setting_getter(value: Any) -> bool:
 _OF_ENVIRONMENT = (os.getenv, getattr(os, "getenvb", None))
 
 
-def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
+def reads_environment(owner: Any, name: str | None, value: Any) -> bool:
     """True if a value or attribute reads the environment variables of the process."""
     by_name = owner is os and name in ("environ", "environb")
     return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
@@ -372,7 +372,7 @@ _UNSEEDED = frozenset({
 })  # fmt: skip
 
 
-_NOISE = frozenset({
+_RANDOM_SOURCES = frozenset({
     ("uuid", "uuid1"), ("uuid", "uuid4"), ("secrets", "randbits"), ("secrets", "randbelow"),
     ("secrets", "token_bytes"), ("secrets", "token_hex"), ("secrets", "token_urlsafe"),
     ("decimal", "getcontext"),
@@ -385,7 +385,7 @@ def _module_of(value: Any) -> str:
     return "numpy.random" if module.startswith("numpy.random") else module
 
 
-def changes_of_object(value: Any, name: str) -> bool:
+def is_nondeterministic_method(value: Any, name: str) -> bool:
     """True if a method of an object reads a file or the random source of the system."""
     if isinstance(value, pathlib.PurePath):
         return name in _OF_PATHS
@@ -395,7 +395,7 @@ def changes_of_object(value: Any, name: str) -> bool:
 _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
-def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
+def is_nondeterministic(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
     """True if a function may give another result at another call.
 
     Such a function reads a clock, a file, random bytes or a state of the process.
@@ -414,7 +414,7 @@ def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = Fal
         return True
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
-    return value in _changing() or (value.__module__, value.__name__) in _NOISE
+    return value in _changing() or (value.__module__, value.__name__) in _RANDOM_SOURCES
 
 
 # --- reads of libraries in the user's code, which become guards or warnings
@@ -435,7 +435,7 @@ class LibraryReads:
     def __init__(self, instances: Instances, met: Callable[[type], None]) -> None:
         self.instances = instances
         self.builder = instances.builder
-        self.guards = instances.builder.guards_of(own=True)
+        self.guards = instances.builder.guards_of(in_closure=True)
         self._met = met
         self._holds_environment = False
 
@@ -459,21 +459,21 @@ class LibraryReads:
         above = last = value
         self._guard_environment_read(None, None, value)
         for attribute in way:
-            above, last = last, reached(last, (attribute,))
+            above, last = last, resolve_attributes(last, (attribute,))
             self._guard_environment_read(above, attribute, last)
-        if way and changes_of_object(value, way[0]):
+        if way and is_nondeterministic_method(value, way[0]):
             self._warn(f"{type(value).__name__}.{way[0]}", line)
         if is_library(above):
             self.guard_member(value, way)
             self.instances.generators.mentioned(last, line)
             if is_torch_setting_getter(last):
                 self._guard_result(last)
-            if changes_by_itself(above, way[-1] if way else None, last, bare):
+            if is_nondeterministic(above, way[-1] if way else None, last, bare):
                 self._warn(getattr(last, "__qualname__", str(last)), line)
 
     def guard_member(self, owner: Any, way: Sequence[str]) -> None:
         """Guard an attribute that is read from a library, since it may be replaced."""
-        above = reached(owner, way[:-1])
+        above = resolve_attributes(owner, way[:-1])
         if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
         member = own_function(vars(above).get(way[-1], MISSING))
@@ -485,7 +485,7 @@ class LibraryReads:
             member is MISSING and isinstance(above, types.ModuleType)
         ):
             # A list may be filled; a module's __getattr__ may make a flag at each read.
-            value = reached(above, way[-1:])
+            value = resolve_attributes(above, way[-1:])
             if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, way[-1]):
                 text = f"{above.__name__}.{way[-1]}"
                 self.builder.guard(value, Source.of_object(above, text).attribute(way[-1]))
@@ -498,7 +498,7 @@ class LibraryReads:
             self.guards.add(ResultIs(unchanged, (Source.of_object(os.environ),), True))
 
     def _guard_environment_read(self, owner: Any, name: str | None, value: Any) -> None:
-        if asks_environment(owner, name, value):
+        if reads_environment(owner, name, value):
             self.guard_environment()
 
     def _guard_result(self, setting: Callable[[], Any]) -> None:

@@ -34,7 +34,7 @@ from tsfunc.dispatch import Operator
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.instances import OURS, Instances
+from tsfunc.program.closure.instances import REPLACED_METHODS, Instances
 from tsfunc.program.closure.read_guards import (
     IN_DICT,
     MemberIs,
@@ -74,7 +74,7 @@ class FreeVariables:
     def __init__(self, instances: Instances, every: bool = False) -> None:
         self.instances, self.every = instances, every
         self.builder = instances.builder
-        self.guards = instances.builder.guards_of(own=True)
+        self.guards = instances.builder.guards_of(in_closure=True)
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], Variable] = {}
         self._looks_at_registered = False
@@ -247,7 +247,7 @@ class FreeVariables:
             for each in derived:
                 if name not in vars(each):
                     self.guards.add(NoMember(each, name))
-        if isinstance(value, _METHODS) and name not in OURS:
+        if isinstance(value, _METHODS) and name not in REPLACED_METHODS:
             self.guards.add(MemberIs(cls, name, value))
         for attribute in ("fget", "func", "__func__"):  # of properties and other wrappers
             value = getattr(value, attribute, None) or value
@@ -360,7 +360,7 @@ class FreeVariables:
         """Guard the value of a variable that the function reads."""
         value = variable.before
         if variable.line and value is not MISSING and not isinstance(value, CODE):
-            self.builder.refuse_own(variable.text, variable.line)
+            self.builder.refuse_closure_value(variable.text, variable.line)
         self._guard(variable)
 
     def _guard(self, variable: Variable) -> None:

@@ -81,7 +81,7 @@ from tsfunc.user_code import user_location
 
 
 Read = int | float | type
-Earlier = Mapping[str, Collection[Read]]
+NumberHistory = Mapping[str, Collection[Read]]
 
 
 class InputNumber(NamedTuple):
@@ -115,7 +115,7 @@ class InputNumbers:
         symbol: returns the symbolic number for an input; None before the trace has begun.
     """
 
-    def __init__(self, earlier: Earlier = MappingProxyType({})) -> None:
+    def __init__(self, earlier: NumberHistory = MappingProxyType({})) -> None:
         self._earlier = earlier
         self.read: dict[str, Read] = {}
         self.inputs: dict[str, InputNumber] = {}
@@ -147,7 +147,7 @@ class InputNumbers:
             variable = f"number_{len(self.inputs)}"
             guards.add(ReadNumber(source, variable, type(value), value, _can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
-            position = guards.result(source, value)
+            position = guards.add_result(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)
 
     def of(self, text: str) -> Any:
@@ -286,7 +286,7 @@ class GuardBuilder:
         met: Callable[[Any], None],
         opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
-        earlier: Earlier = MappingProxyType({}),
+        earlier: NumberHistory = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.numbers = InputNumbers(earlier)
@@ -304,9 +304,9 @@ class GuardBuilder:
         ] = {}  # keeps the objects, and so their ids, alive
         self._given: Sequence[Any] = ()
 
-    def guards_of(self, own: bool) -> ReadGuards:
-        """Return the guards for values of the function itself (`own`), or of an argument."""
-        return self._own if own else self.read_guards
+    def guards_of(self, in_closure: bool) -> ReadGuards:
+        """Return the guards for values of the function itself (`in_closure`), or of an argument."""
+        return self._own if in_closure else self.read_guards
 
     def is_known(self, value: Any) -> bool:
         """True if the trace has met an object from outside."""
@@ -318,10 +318,12 @@ class GuardBuilder:
         return None if known is None else known[1]
 
     @property
-    def own_tensors(self) -> dict[int, torch.Tensor]:
+    def closure_tensors(self) -> dict[int, torch.Tensor]:
         """The tensors that belong to the function itself, by id."""
         known = self._known.items()
-        return {i: x for i, (x, source) in known if source.own and isinstance(x, torch.Tensor)}
+        return {
+            i: x for i, (x, source) in known if source.in_closure and isinstance(x, torch.Tensor)
+        }
 
     def set_arguments(self, flat: Sequence[Any]) -> None:
         """Set the flattened arguments."""
@@ -339,19 +341,19 @@ class GuardBuilder:
         source = self.source_of(value)
         if source is None:
             return None
-        guards = self.guards_of(source.own)
+        guards = self.guards_of(source.in_closure)
         if guards is not self.read_guards:
             return value
-        return OutsideRef(len(self._given) + guards.result(source, value))
+        return OutsideRef(len(self._given) + guards.add_result(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its source."""
         known = self._known.get(id(value))
-        guards = self.guards_of(source.own)
+        guards = self.guards_of(source.in_closure)
         if guards is self.read_guards:
             self.read.setdefault(source.text, value)
         if known is not None:
-            if guards is not self.guards_of(known[1].own):
+            if guards is not self.guards_of(known[1].in_closure):
                 guards.add(SameObject(source, value))
             elif source.path != known[1].path:
                 guards.add(SameObjectAs(source, known[1]))
@@ -364,11 +366,15 @@ class GuardBuilder:
         else:
             self._object(value, source)
 
-    def loosen(self, value: torch.Tensor) -> None:
+    def make_input(self, value: torch.Tensor) -> None:
         """Turn a tensor of the function into an input, since the function itself replaces it."""
         known = self._known.get(id(value))
-        if known is not None and known[1].own and not any(value is x for x, _ in self.inputs):
-            self._own.loosen(known[1], value)
+        if (
+            known is not None
+            and known[1].in_closure
+            and not any(value is x for x, _ in self.inputs)
+        ):
+            self._own.make_input(known[1], value)
             self.inputs.append((value, known[1]))
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
@@ -376,10 +382,10 @@ class GuardBuilder:
         grad = value.grad
         self.guard(grad, source.attribute("grad", f"{source.text}.grad"))
         if grad is not None:
-            self.loosen(grad)
+            self.make_input(grad)
         return grad
 
-    def refuse_own(self, text: str, at: str) -> None:
+    def refuse_closure_value(self, text: str, at: str) -> None:
         """Raise an error if ``closure`` forbids values that are not arguments.
 
         Raises:
@@ -394,16 +400,16 @@ class GuardBuilder:
 
     def _tensor(self, value: torch.Tensor, source: Source) -> None:
         self._known[id(value)] = value, source
-        if source.own:
-            self._own.own(source, value)
+        if source.in_closure:
+            self._own.guard_identity(source, value)
             if vars(value):
                 self.guard(dict(vars(value)), source.at("vars({})"))
         else:
-            self.read_guards.input(source, value)
+            self.read_guards.guard_input(source, value)
             self.inputs.append((value, source))
 
     def _object(self, value: Any, source: Source) -> None:
-        cls, guards = type(value), self.guards_of(source.own)
+        cls, guards = type(value), self.guards_of(source.in_closure)
         inside = viewed_state(value)
         if is_container(value):
             self._container(value, source)
@@ -415,7 +421,7 @@ class GuardBuilder:
             guards.add(TypeOf(source, cls))
             self.guard(now, source.at(expression))
         elif isinstance(value, _SETS) or hasattr(cls, "__array__"):
-            guards.contents(source, value)
+            guards.guard_contents(source, value)
             if isinstance(value, set):
                 self._known[id(value)] = value, source
                 self.containers.append(ContainerSnapshot(value, copy.copy(value), source))
@@ -453,17 +459,19 @@ class GuardBuilder:
         """Guard the objects that are elements of a set or keys of a dict, by identity."""
         for each in values:
             if is_instance(each):
-                self.guard(each, Source.of_object(each, source.text, source.owner, source.own))
+                self.guard(
+                    each, Source.of_object(each, source.text, source.owner, source.in_closure)
+                )
 
     def _container(self, value: Any, source: Source) -> None:
-        items, guards = _items(value), self.guards_of(source.own)
+        items, guards = _items(value), self.guards_of(source.in_closure)
         guards.add(TypeOf(source, type(value)))
         self._known[id(value)] = value, source
         if not isinstance(value, tuple):
             before = copy.copy(vars(value)) if is_namespace(value) else copy.copy(value)
             self.containers.append(ContainerSnapshot(value, before, source))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
-            guards.contents(source, value)
+            guards.guard_contents(source, value)
             return
         namespace = is_namespace(value)
         if isinstance(value, dict) or namespace:
@@ -478,7 +486,7 @@ class GuardBuilder:
             text = f"{source.text}.default_factory"
             self.guard(value.default_factory, source.attribute("default_factory", text))
         for i, (key, item) in enumerate(items.items()):
-            way = f".{key}" if namespace else f"[{self._spelled_key(key, i)}]"
+            way = f".{key}" if namespace else f"[{self._key_text(key, i)}]"
             text, owner = source.text + way, source.owner + way
             if namespace:
                 at = source.attribute(key, text, owner)
@@ -494,7 +502,7 @@ class GuardBuilder:
             else:
                 self.guard(item, at)
 
-    def _spelled_key(self, key: Any, i: int) -> str:
+    def _key_text(self, key: Any, i: int) -> str:
         """Return the text of the i-th key of a dict: a tensor's is the place that it was read from.
 
         The values of a tensor, which its repr has, differ from process to process.
@@ -512,7 +520,7 @@ class GuardBuilder:
         Returns:
             A function that returns one tuple with symbols in place of these numbers.
         """
-        guards, numbers = self.guards_of(source.own), self.numbers
+        guards, numbers = self.guards_of(source.in_closure), self.numbers
         guards.add(TypeOf(source, tuple), LengthIs(source, len(items)))
         texts: list[str | None] = []
         for i, item in enumerate(items):

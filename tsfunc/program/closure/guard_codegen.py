@@ -40,18 +40,18 @@ Enter = Callable[[tuple[Any, ...], dict[str, Any]], "list[Any] | None"]
 Build = Callable[[Sequence[Any]], Any]
 
 
-def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
+def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
     """Return the keys of the dicts in a structure, in order: NOTE [the order of keys].
 
     Args:
         tree: the structure of ``(args, kwargs)``.
-        of_keywords: whether the function sees the order of ``kwargs``.
+        keyword_order: whether the function sees the order of ``kwargs``.
     """
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
     orders: list[Any] = []
 
     def is_leaf(value: Any) -> bool:
-        if isinstance(value, dict) and (value is not kwargs or (of_keywords and len(value) > 1)):
+        if isinstance(value, dict) and (value is not kwargs or (keyword_order and len(value) > 1)):
             orders.append(tuple(map(_exact, value)))
         return False
 
@@ -75,7 +75,7 @@ def _exact(key: Any) -> Any:
     return kind, key
 
 
-def other_keys(
+def keys_condition(
     dicts: Sequence[str], keys: Sequence[Iterable[Any]], name: Callable[[Any], str]
 ) -> str:
     """Return the Python condition that some dicts have other keys, or another order of the keys.
@@ -112,8 +112,8 @@ def _exact_keys(keys: Iterable[Any]) -> list[Any]:
 _COMPARED = (str, int, bool, type(None))  # two equal values of one of these types are the same
 
 
-def opening_lines(
-    tree: optree.PyTreeSpec, scope: dict[str, Any], of_keywords: bool
+def flatten_lines(
+    tree: optree.PyTreeSpec, scope: dict[str, Any], keyword_order: bool
 ) -> list[str] | None:
     """Return Python lines that flatten ``args, kwargs`` into the list ``args``.
 
@@ -122,17 +122,17 @@ def opening_lines(
     Args:
         tree: the structure of ``(args, kwargs)``.
         scope: receives the names that the lines use.
-        of_keywords: whether the function sees the order of ``kwargs``.
+        keyword_order: whether the function sees the order of ``kwargs``.
 
     Returns:
         The lines; None if there are containers other than tuples, lists and dicts.
     """
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
-    opening = _Opening(scope)
+    opening = _FlattenCode(scope)
     count = f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"
     opening.lines.append(f"if len(args) != {len(args)} or {count}: return None")
-    if of_keywords and len(kwargs) > 1:
-        opening.lines.append(f"if {opening.other_keys('kwargs', kwargs)}: return None")
+    if keyword_order and len(kwargs) > 1:
+        opening.lines.append(f"if {opening.keys_condition('kwargs', kwargs)}: return None")
     opening.children(args, "args")
     opening.children(kwargs, "kwargs")
     if not opening.plain:
@@ -141,7 +141,7 @@ def opening_lines(
     return [*opening.lines, f"args = [{leaves}]"]
 
 
-class _Opening:
+class _FlattenCode:
     def __init__(self, scope: dict[str, Any]) -> None:
         self.scope = scope
         self.lines: list[str] = []
@@ -157,7 +157,7 @@ class _Opening:
             name = f"c{len(self.lines)}"
             wrong = f"len({name}) != {len(value)}"
             if kind is dict and value:
-                wrong = self.other_keys(name, value)
+                wrong = self.keys_condition(name, value)
             self.lines += [
                 f"{name} = {at}",
                 f"if type({name}) is not {kind.__name__} or {wrong}: return None",
@@ -166,9 +166,9 @@ class _Opening:
         else:
             self.plain = False
 
-    def other_keys(self, at: str, value: dict[Any, Any]) -> str:
+    def keys_condition(self, at: str, value: dict[Any, Any]) -> str:
         """Return the Python condition that a dict has other keys than this one."""
-        return other_keys([at], [list(value)], self.name)
+        return keys_condition([at], [list(value)], self.name)
 
     def name(self, value: Any) -> str:
         """Return a name for an object."""
@@ -196,7 +196,7 @@ def _spelled(key: Any, scope: dict[str, Any]) -> str:
     return name
 
 
-def builder(tree: optree.PyTreeSpec) -> Build:
+def unflatten_function(tree: optree.PyTreeSpec) -> Build:
     """Return a function from flattened results to the nested results."""
     scope: dict[str, Any] = {}
     try:
@@ -236,7 +236,7 @@ ClosureGuard = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
 _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
-def compiled(
+def compile_guard(
     parameters: str, lines: Sequence[str], results: str, scope: dict[str, Any], lazy: bool = False
 ) -> Any:
     """Return the guard function with these lines.
@@ -288,7 +288,7 @@ class Source:
         key: the key of an element, or the object that the path begins at; it has no spelling.
         text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
         owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
-        own: whether the value belongs to the function itself, and not to an argument.
+        in_closure: whether the value belongs to the function itself, and not to an argument.
     """
 
     base: Source | None
@@ -296,12 +296,12 @@ class Source:
     key: Any
     text: str
     owner: str
-    own: bool
+    in_closure: bool
 
     @staticmethod
-    def of_object(value: Any, text: str = "", owner: str = "", own: bool = True) -> Source:
+    def of_object(value: Any, text: str = "", owner: str = "", in_closure: bool = True) -> Source:
         """Return the source of an object that is a constant of the code."""
-        return Source(None, "", value, text, owner or text, own)
+        return Source(None, "", value, text, owner or text, in_closure)
 
     @staticmethod
     def of_argument(position: int, text: str = "", owner: str = "") -> Source:
@@ -311,7 +311,7 @@ class Source:
     def at(self, step: str, text: str | None = None, owner: str | None = None) -> Source:
         """Return the source of a value one step on, such as ``{}.weight``."""
         text = self.text if text is None else text
-        return Source(self, step, _NO_KEY, text, text if owner is None else owner, self.own)
+        return Source(self, step, _NO_KEY, text, text if owner is None else owner, self.in_closure)
 
     def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
         """Return the source of an attribute."""
@@ -387,7 +387,7 @@ class GuardCode:
 class Guard:
     """A fact that holds for every call that a program serves."""
 
-    def places(self) -> tuple[Source, ...]:
+    def value_sources(self) -> tuple[Source, ...]:
         """Return the sources of the values that the guard is on, if it is on values of paths."""
         return ()
 

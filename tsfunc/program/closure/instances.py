@@ -30,8 +30,8 @@ from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import (
     Closure,
-    Earlier,
     GuardBuilder,
+    NumberHistory,
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
@@ -84,7 +84,10 @@ class Instances:
     """
 
     def __init__(
-        self, name: str, closure: Closure = "guard", earlier: Earlier = types.MappingProxyType({})
+        self,
+        name: str,
+        closure: Closure = "guard",
+        earlier: NumberHistory = types.MappingProxyType({}),
     ) -> None:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
@@ -197,10 +200,12 @@ class Instances:
     def finish(self) -> list[SideEffect]:
         """End the trace: undo the assignments of the traced function, and return them."""
         # Distinct objects must stay distinct in later calls: the trace has evaluated `a is b`.
-        for own in {False, self.builder.closure == "freeze"}:
-            guards = self.builder.guards_of(own)
+        for in_closure in {False, self.builder.closure == "freeze"}:
+            guards = self.builder.guards_of(in_closure)
             known = [i.source for i in self._instances.values()]
-            guarded = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
+            guarded = tuple(
+                each for each in known if self.builder.guards_of(each.in_closure) is guards
+            )
             if len(guarded) > 1:
                 guards.add(Distinct(guarded))
         return self.restore()
@@ -229,7 +234,7 @@ class Instances:
 _GET, _SET, _DELETE = "__getattribute__", "__setattr__", "__delattr__"
 _ABSENT: Any = object()
 
-OURS = frozenset({_GET, _SET, _DELETE})
+REPLACED_METHODS = frozenset({_GET, _SET, _DELETE})
 """The methods that a class has replaced while it is watched."""
 
 
@@ -253,13 +258,13 @@ class _WatchedClass(NamedTuple):
     """A class whose attributes are watched.
 
     Attributes:
-        own: the methods of the class under the names that are replaced.
-        ours: the functions that replace them.
+        originals: the methods of the class under the names that are replaced.
+        replacements: the functions that replace them.
         watchers: the blocks in which it is watched.
     """
 
-    own: dict[str, Any]
-    ours: dict[str, Any]
+    originals: dict[str, Any]
+    replacements: dict[str, Any]
     watchers: set[WatchedAttributes]
 
 
@@ -301,15 +306,15 @@ def _watch(cls: type, watcher: WatchedAttributes) -> None:
     with _lock:
         known = _watched.get(cls)
         if known is None:
-            own = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
-            ours = {
+            originals = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
+            replacements = {
                 _GET: _reading(_plain(cls, _GET)),
                 _SET: _assigning(_plain(cls, _SET)),
                 _DELETE: _assigning(_plain(cls, _DELETE)),
             }
-            known = _watched[cls] = _WatchedClass(own, ours, set())
+            known = _watched[cls] = _WatchedClass(originals, replacements, set())
         known.watchers.add(watcher)
-        for name, function in known.ours.items():
+        for name, function in known.replacements.items():
             if vars(cls).get(name) is not function:
                 type.__setattr__(cls, name, function)
 
@@ -322,8 +327,8 @@ def _unwatch(cls: type, watcher: WatchedAttributes) -> None:
         known.watchers.discard(watcher)
         if known.watchers:
             return
-        for name, value in known.own.items():
-            if vars(cls).get(name) is not known.ours[name]:
+        for name, value in known.originals.items():
+            if vars(cls).get(name) is not known.replacements[name]:
                 continue
             if value is _ABSENT:
                 type.__delattr__(cls, name)
@@ -333,10 +338,10 @@ def _unwatch(cls: type, watcher: WatchedAttributes) -> None:
 
 
 def _plain(cls: type, name: str) -> Any:
-    """Return the class's own function, skipping ours in the class and its bases."""
+    """Return the class's own function, skipping our replacements in the class and its bases."""
     for base in cls.__mro__:
-        own = _watched[base].own.get(name, _ABSENT) if base in _watched else _ABSENT
-        function = own if base in _watched else vars(base).get(name, _ABSENT)
+        original = _watched[base].originals.get(name, _ABSENT) if base in _watched else _ABSENT
+        function = original if base in _watched else vars(base).get(name, _ABSENT)
         if function is not _ABSENT:
             return function
     raise AssertionError(f"object has {name}")
@@ -429,7 +434,7 @@ class OutsideGradients:
                 f"{self._level.name}: backward() at {user_location()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
-        self._builder.guards_of(source.own).add(ResultIs(_is_plain_leaf, (source,), True))
+        self._builder.guards_of(source.in_closure).add(ResultIs(_is_plain_leaf, (source,), True))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the ``.grad`` that the function has replaced."""

@@ -41,8 +41,8 @@ from tsfunc.program.closure.guard_codegen import (
     Names,
     SettingsAre,
     Source,
-    compiled,
-    other_keys,
+    compile_guard,
+    keys_condition,
 )
 from tsfunc.types.values import describe, same_value
 
@@ -55,21 +55,21 @@ class ReadGuard(Guard):
 
     source: Source
 
-    def places(self) -> tuple[Source, ...]:
+    def value_sources(self) -> tuple[Source, ...]:
         return (self.source,)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        return (f"if {self.refused(code.variable(self.source), code)}: return None",)
+        return (f"if {self.failure_condition(code.variable(self.source), code)}: return None",)
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         """Return the condition under which the guard fails, for the variable of the value."""
         raise NotImplementedError
 
     def texts(self, name: Names) -> Iterable[str]:
-        shown = self.shown()
+        shown = self.fact_text()
         return (f"{self.source.text} {shown}",) if self.source.text and shown else ()
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         """Return the fact without the name of the value; empty if it is not worth a line."""
         return ""
 
@@ -100,10 +100,10 @@ class SameObject(_OfValue, ReadGuard):
 
     value: Any
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.name(self.value)}"
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is {describe(self.value)}"
 
 
@@ -113,7 +113,7 @@ class EqualValue(_OfValue, ReadGuard):
 
     value: Any
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         value = self.value
         if value is None or type(value) is bool:
             return f"{at} is not {value}"
@@ -122,7 +122,7 @@ class EqualValue(_OfValue, ReadGuard):
             return f"not same_float({at}, {code.name(value)})"
         return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is {describe(self.value)}"
 
 
@@ -136,11 +136,11 @@ class SameContents(_OfValue, ReadGuard):
 
     value: Any
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         code.scope["same_value"] = same_value
         return f"not same_value({at}, {code.name(self.value)})"
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is {describe(self.value)}"
 
 
@@ -157,7 +157,7 @@ class TypeOf(ReadGuard):
     def fact_of(self, value: Any) -> Any:
         return type(value)
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"type({at}) is not {code.name(self.cls)}"
 
     def texts(self, name: Names) -> Iterable[str]:
@@ -193,10 +193,10 @@ class KeysAre(ReadGuard):
     def fact_of(self, value: Any) -> Any:
         return tuple(key if type(key) in (str, int) else describe(key) for key in value)
 
-    def refused(self, at: str, code: GuardCode) -> str:
-        return other_keys([at], [self.keys], code.name)
+    def failure_condition(self, at: str, code: GuardCode) -> str:
+        return keys_condition([at], [self.keys], code.name)
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"has the keys {', '.join(map(describe, self.keys))}" if self.keys else "is empty"
 
     @classmethod
@@ -208,7 +208,8 @@ class KeysAre(ReadGuard):
         rest = [guard for guard in guards if not guard.falsy]
         if rest:
             found = [code.variable(guard.source) for guard in rest]
-            yield f"if {other_keys(found, [guard.keys for guard in rest], code.name)}: return None"
+            differ = keys_condition(found, [guard.keys for guard in rest], code.name)
+            yield f"if {differ}: return None"
 
     @property
     def falsy(self) -> bool:
@@ -230,11 +231,11 @@ class LengthIs(ReadGuard):
     def fact_of(self, value: Any) -> Any:
         return len(value)
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         most = "" if self.most is _NO_KEY else f" or {at}.maxlen != {self.most}"
         return f"len({at}) != {self.length}{most}"
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"has {self.length} elements"
 
 
@@ -244,13 +245,13 @@ class SameObjectAs(ReadGuard):
 
     other: Source
 
-    def places(self) -> tuple[Source, ...]:
+    def value_sources(self) -> tuple[Source, ...]:
         return self.source, self.other
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.variable(self.other)}"
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is {self.other.text}" if self.other.text != self.source.text else ""
 
 
@@ -260,7 +261,7 @@ class NotOneOf(ReadGuard):
 
     others: Sequence[Any]
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"id({at}) in {code.name(frozenset(map(id, self.others)))}"
 
 
@@ -280,7 +281,7 @@ class Missing(ReadGuard):
     name: str
     how: str = "hasattr({0}, {1!r})"
 
-    def refused(self, at: str, code: GuardCode) -> str:
+    def failure_condition(self, at: str, code: GuardCode) -> str:
         return self.how.format(at, self.name)
 
     @classmethod
@@ -298,7 +299,7 @@ class Missing(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnTensor(ReadGuard):
+class ClosureTensor(ReadGuard):
     """The type and sizes of a tensor of the function; an assignment of ``.data`` changes these."""
 
     tensor: torch.Tensor
@@ -308,7 +309,7 @@ class OwnTensor(ReadGuard):
         return self.source.text, self.tensor
 
     @classmethod
-    def lines_of_many(cls, guards: Sequence[OwnTensor], code: GuardCode) -> Iterator[str]:
+    def lines_of_many(cls, guards: Sequence[ClosureTensor], code: GuardCode) -> Iterator[str]:
         """Check all tensors at once in C++, and one by one if that fails."""
         variables = [code.variable(guard.source) for guard in guards]
         closely = [
@@ -344,7 +345,7 @@ class ReadTensor(ReadGuard):
         known = f"if not is_tensor_of({at}, {cls}): return None"
         return known, *_type_of(at, self.example, code)
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is {describe(self.example)}"
 
 
@@ -399,7 +400,7 @@ class ReadNumber(ReadGuard):
             f"{self.variable} = {at}",
         )
 
-    def shown(self) -> str:
+    def fact_text(self) -> str:
         return f"is any {self.kind.__name__}"
 
 
@@ -438,7 +439,7 @@ class ResultIs(Guard):
     sources: tuple[Source, ...]
     answer: Any
 
-    def places(self) -> tuple[Source, ...]:
+    def value_sources(self) -> tuple[Source, ...]:
         return self.sources
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -453,7 +454,7 @@ class Distinct(Guard):
 
     sources: tuple[Source, ...]
 
-    def places(self) -> tuple[Source, ...]:
+    def value_sources(self) -> tuple[Source, ...]:
         return self.sources
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -510,7 +511,7 @@ class OfBranch(str):
 _SHOWN = 8  # the number of refusing guards that are named
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
 _BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
-_LAST: tuple[type[Guard], ...] = (OwnTensor,)
+_LAST: tuple[type[Guard], ...] = (ClosureTensor,)
 
 
 def same_float(a: Any, b: float) -> bool:
@@ -540,7 +541,7 @@ class ReadGuards:
     def add(self, *guards: Guard) -> None:
         self.guards.extend(guards)
 
-    def result(self, source: Source, value: Any) -> int:
+    def add_result(self, source: Source, value: Any) -> int:
         """Add a value to the results; return its index among them."""
         for i, (known, _) in enumerate(self.results):
             if known.path == source.path:
@@ -548,27 +549,27 @@ class ReadGuards:
         self.results.append((source, value))
         return len(self.results) - 1
 
-    def contents(self, source: Source, value: Any) -> None:
+    def guard_contents(self, source: Source, value: Any) -> None:
         """Guard a container of plain values by the equality of the whole."""
         self.add(SameContents(source, copy.copy(value)))
 
-    def input(self, source: Source, tensor: torch.Tensor) -> None:
+    def guard_input(self, source: Source, tensor: torch.Tensor) -> None:
         """Guard a tensor by its type and sizes, and add it to the results."""
         self.add(ReadTensor(source, tensor))
         self.results.append((source, tensor))
 
-    def own(self, source: Source, tensor: torch.Tensor) -> None:
+    def guard_identity(self, source: Source, tensor: torch.Tensor) -> None:
         """Guard a tensor by its identity, type and sizes."""
-        self.add(SameObject(source, tensor), OwnTensor(source, tensor))
+        self.add(SameObject(source, tensor), ClosureTensor(source, tensor))
 
-    def loosen(self, source: Source, tensor: torch.Tensor) -> None:
+    def make_input(self, source: Source, tensor: torch.Tensor) -> None:
         """Relax a tensor's guard from identity to type and sizes, and add it to the results."""
         at = next(
             i for i, each in enumerate(self.guards)
             if isinstance(each, SameObject) and each.value is tensor
             and each.source.path == source.path
         )  # fmt: skip
-        assert isinstance(self.guards[at + 1], OwnTensor)
+        assert isinstance(self.guards[at + 1], ClosureTensor)
         self.guards[at : at + 2] = [ReadTensor(source, tensor)]
         self.results.append((source, tensor))
 
@@ -654,7 +655,7 @@ class ReadGuards:
         """
         code, results = self._code(now, lines, scope)
         given = "".join(f"{name}, " for name in results)
-        made: ClosureGuard = compiled("args", code.lines, f"({given})", code.scope, lazy)
+        made: ClosureGuard = compile_guard("args", code.lines, f"({given})", code.scope, lazy)
         return made
 
     def entry_code(
@@ -669,7 +670,7 @@ class ReadGuards:
         """
         code, results = self._code(now, [*opening, *lines], scope)
         given = f"[{', '.join(['*args', *results])}]" if results else "args"
-        made: Enter = compiled("args, kwargs", code.lines, given, code.scope)
+        made: Enter = compile_guard("args, kwargs", code.lines, given, code.scope)
         return made
 
     def _code(
@@ -701,7 +702,7 @@ class ReadGuards:
         last: list[Guard] = []
         for each in self.guards:
             if type(each) not in (*_FIRST, *_LAST):
-                depths = [source.depth for source in each.places()]
+                depths = [source.depth for source in each.value_sources()]
                 (groups.setdefault(max(depths), []) if depths else last).append(each)
         yield from (groups[depth] for depth in sorted(groups))
         yield last

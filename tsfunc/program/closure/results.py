@@ -154,7 +154,7 @@ def fill(value: Any, tensors: Sequence[Any]) -> Any:
     return value
 
 
-class NotRepeatable(Exception):
+class UnrepeatableValue(Exception):
     """A value that a program can't make at every call; the message describes the value."""
 
 
@@ -169,11 +169,11 @@ class UpdateValues:
         self.tensors: list[Any] = []
         self._known = known
 
-    def kept(self, value: Any) -> Any:
+    def stored_form(self, value: Any) -> Any:
         """Return a value in the form that an update stores.
 
         Raises:
-            NotRepeatable: the traced function made the value, and its type can't be copied.
+            UnrepeatableValue: the traced function made the value, and its type can't be copied.
         """
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             self.tensors.append(value)
@@ -182,20 +182,20 @@ class UpdateValues:
             return value
         cls = type(value)
         if cls in (list, deque):
-            return cls(self.kept(item) for item in value)
+            return cls(self.stored_form(item) for item in value)
         if cls is tuple:
-            return tuple([self.kept(item) for item in value])
+            return tuple([self.stored_form(item) for item in value])
         if cls is dict:
-            return {key: self.kept(item) for key, item in value.items()}
+            return {key: self.stored_form(item) for key, item in value.items()}
         if cls is defaultdict and isinstance(value.default_factory, _FACTORIES):
-            items = {key: self.kept(item) for key, item in value.items()}
+            items = {key: self.stored_form(item) for key, item in value.items()}
             return defaultdict(value.default_factory, items)
         if cls in (set, frozenset) and all(map(_is_plain, value)):
             return copy.copy(value)
         again = value if isinstance(value, _SHARED) else self._known(value)
         if again is not None:
             return again
-        raise NotRepeatable(f"a {cls.__name__} that the function has made")
+        raise UnrepeatableValue(f"a {cls.__name__} that the function has made")
 
 
 def _is_plain(value: Any) -> bool:
@@ -204,27 +204,29 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if inside else isinstance(value, PLAIN)
 
 
-def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
+def replaced_tensors(before: Any, after: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that an assignment replaces by other tensors."""
     if isinstance(before, torch.Tensor):
         if isinstance(after, torch.Tensor) and after is not before:
             yield before
     elif isinstance(before, dict) and isinstance(after, dict):
         for key in before.keys() & after.keys():
-            yield from replaced(before[key], after[key])
+            yield from replaced_tensors(before[key], after[key])
     elif isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
         for some, other in zip(before, after, strict=False):
-            yield from replaced(some, other)
+            yield from replaced_tensors(some, other)
 
 
-def unchanged(before: Any, after: Any) -> bool:
+def same_except_tensors(before: Any, after: Any) -> bool:
     """True if two values differ at most in their tensors."""
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if isinstance(before, dict) and isinstance(after, dict):
-        return list(before) == list(after) and all(unchanged(before[k], after[k]) for k in before)
+        return list(before) == list(after) and all(
+            same_except_tensors(before[k], after[k]) for k in before
+        )
     if isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
-        return len(before) == len(after) and all(map(unchanged, before, after))
+        return len(before) == len(after) and all(map(same_except_tensors, before, after))
     return same_value(before, after)
 
 

@@ -47,12 +47,12 @@ from tsfunc.program.closure.guard_builder import (
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
-    NotRepeatable,
+    UnrepeatableValue,
     Update,
     Updates,
     UpdateValues,
-    replaced,
-    unchanged,
+    replaced_tensors,
+    same_except_tensors,
 )
 from tsfunc.program.passes.effects import writes, written
 from tsfunc.types.reading import signature_of
@@ -135,23 +135,23 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
     for change in changes:
         at = f" at {change.line}" if change.line else ""
         problem = change.problem
-        if problem is None and change.source.own and builder.closure == "freeze":
+        if problem is None and change.source.in_closure and builder.closure == "freeze":
             problem = 'is a constant, by closure="freeze"'
         kept = None
         if problem is None and change.after is not MISSING:
             try:
-                kept = values.kept(change.after)
-            except NotRepeatable as error:
+                kept = values.stored_form(change.after)
+            except UnrepeatableValue as error:
                 problem = f"gets {error}"
             for tensor in values.tensors:
                 _refuse_escaping(change.text, tensor)
         if problem is not None:
             problems.append(f"  {change.text}{at}: it {problem}.\n")
             continue
-        for tensor in replaced(change.before, change.after):
-            builder.loosen(tensor)
-        number = builder.guards_of(change.source.own).result(change.source, change.owner)
-        keeps = change.text not in builder.read or unchanged(change.before, change.after)
+        for tensor in replaced_tensors(change.before, change.after):
+            builder.make_input(tensor)
+        number = builder.guards_of(change.source.in_closure).add_result(change.source, change.owner)
+        keeps = change.text not in builder.read or same_except_tensors(change.before, change.after)
         updates.append(
             Update(
                 change.text, number, change.target, kept, change.fills, change.after is MISSING,

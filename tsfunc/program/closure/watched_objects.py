@@ -108,7 +108,7 @@ class WatchedObject:
 
     @property
     def _guards(self) -> ReadGuards:
-        return self._builder.guards_of(self.source.own)
+        return self._builder.guards_of(self.source.in_closure)
 
     def changes(self) -> Iterator[SideEffect]:
         """Yield the changes to attributes that the function has made."""
@@ -135,7 +135,7 @@ class WatchedObject:
 
     def _is_assigned_anew(self, name: str, value: Any) -> bool:
         """True if an attribute was assigned the value that it had, which no guard holds."""
-        held = name in self._held and (self.source.own or not has_tensor(value))
+        held = name in self._held and (self.source.in_closure or not has_tensor(value))
         return name in self.lines and not held
 
     def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
@@ -151,8 +151,10 @@ class WatchedObject:
         numbers = builder.numbers
         if name not in self._held and not is_traced(value):
             self._held.add(name)
-            if self.source.own and not name.startswith("_"):
-                self._builder.refuse_own(f"{self.source.text}.{name}", str(user_location()))
+            if self.source.in_closure and not name.startswith("_"):
+                self._builder.refuse_closure_value(
+                    f"{self.source.text}.{name}", str(user_location())
+                )
             text, owner = f"{self.source.text}.{name}", f"{type(self.value).__name__}.{name}"
             with self._paused():
                 self.check(name, value, f"read at {user_location()}")
@@ -237,7 +239,9 @@ class WatchedObject:
         ):
             return
         base = next(base for base in type(self.value).__mro__ if name in vars(base))
-        source = Source.of_object(base, f"{base.__name__}.__dict__[{name!r}]", own=self.source.own)
+        source = Source.of_object(
+            base, f"{base.__name__}.__dict__[{name!r}]", in_closure=self.source.in_closure
+        )
         builder.guard(descriptor, source.at(f"{{}}.__dict__[{name!r}]"))
 
     def _require_in_class(self, name: str, descriptor: Any) -> None:

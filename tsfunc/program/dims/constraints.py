@@ -146,11 +146,13 @@ def check_needs(
         ConstraintViolation: the trace relies on more than the descriptors guarantee.
         Retrace: the same, but it may apply to the sizes of the call alone.
     """
-    unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
-    if not unmet:
+    failing_conditions = [
+        need for each in needs for need in _parts(each) if not holds(need.expr, dims)
+    ]
+    if not failing_conditions:
         return {}
-    unmet = [_of_call(need, sizes) for need in unmet]
-    raised, rest = raised_minima(unmet, dims)
+    failing_conditions = [_of_call(need, sizes) for need in failing_conditions]
+    raised, rest = raised_minima(failing_conditions, dims)
     if not rest:
         return raised
     refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
@@ -188,7 +190,7 @@ def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:
 
 def _refusal(
     name: str,
-    unmet: Sequence[Need],
+    failing_conditions: Sequence[Need],
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
@@ -196,23 +198,26 @@ def _refusal(
 ) -> ConstraintViolation:
     lines = "".join(
         f"  {need.fact}  (at {need.location}{source_line(need.location, '; ')})\n"
-        for need in dict.fromkeys(unmet)
+        for need in dict.fromkeys(failing_conditions)
     )
-    suggested = suggested_dims(unmet, dims, sizes)
+    suggested = suggested_dims(failing_conditions, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function needs more than they guarantee:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_undescribed(unmet, undescribed_shapes)}{_rewritten(unmet)}{_reasons(unmet)}",
+        f"{_undescribed(failing_conditions, undescribed_shapes)}"
+        f"{_rewritten(failing_conditions)}{_reasons(failing_conditions)}",
         suggested,
     )
 
 
-def _undescribed(unmet: Sequence[Need], undescribed_shapes: Mapping[str, Sequence[int]]) -> str:
+def _undescribed(
+    failing_conditions: Sequence[Need], undescribed_shapes: Mapping[str, Sequence[int]]
+) -> str:
     """Return the advice to describe tensors whose sizes a named dim is compared with."""
     from sympy import Eq
 
-    facts = [need.expr for need in unmet if isinstance(need.expr, Eq)]
+    facts = [need.expr for need in failing_conditions if isinstance(need.expr, Eq)]
     numbers = {
         int(number): str(symbol)
         for fact in facts
@@ -230,12 +235,16 @@ def _undescribed(unmet: Sequence[Need], undescribed_shapes: Mapping[str, Sequenc
     return "".join(lines[:3])
 
 
-def _reasons(unmet: Sequence[Need]) -> str:
+def _reasons(failing_conditions: Sequence[Need]) -> str:
     return "".join(
-        f"\n{reason}" for reason in dict.fromkeys(need.reason for need in unmet) if reason
+        f"\n{reason}"
+        for reason in dict.fromkeys(need.reason for need in failing_conditions)
+        if reason
     )
 
 
-def _rewritten(unmet: Sequence[Need]) -> str:
-    text = suggested_rewrites(dict.fromkeys(source_line(need.location) for need in unmet))
+def _rewritten(failing_conditions: Sequence[Need]) -> str:
+    text = suggested_rewrites(
+        dict.fromkeys(source_line(need.location) for need in failing_conditions)
+    )
     return f"\n{text}" if text else ""

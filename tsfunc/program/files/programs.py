@@ -1,9 +1,9 @@
 """Complete programs in files, and the calls that they serve.
 
-For each kind of call, ``function.json`` has the assumptions about it, and the number of its
+For each kind of call, ``function.to_json`` has the assumptions about it, and the number of its
 program. The guard of the program is generated again from the assumptions.
 
-``programs/0.json`` is a program: its graph, the indices of its inputs among the flattened
+``programs/0.to_json`` is a program: its graph, the indices of its inputs among the flattened
 arguments, and the structure of its results.
 """
 
@@ -71,20 +71,20 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
     leaves = []
     for guard in guards_on_arguments(call_spec.leaves, call_spec.inputs, call_spec.scalars):
         try:
-            leaves.append(guard.json(encode))
+            leaves.append(guard.to_json(encode))
         except NoFileForm as error:
             leaf = _named(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
-    conditions = [ConditionHolds(each).json() for each in call_spec.conditions]
-    properties = [Property(each).json() for each in call_spec.property_guards]
-    one = Aliasing(call_spec.groups).json()
+    conditions = [ConditionHolds(each).to_json() for each in call_spec.conditions]
+    properties = [Property(each).to_json() for each in call_spec.property_guards]
+    one = Aliasing(call_spec.groups).to_json()
     return {
         "arguments": encode_tree(call_spec.tree),
         "leaves": leaves,
-        "dims": {name: DimIs(dim).json() for name, dim in call_spec.bounds.items()},
+        "dims": {name: DimIs(dim).to_json() for name, dim in call_spec.bounds.items()},
         "settings": {
             setting.name: encode(value)
-            for setting, value in zip(SETTINGS, call_spec.ambient, strict=True)
+            for setting, value in zip(SETTINGS, call_spec.settings, strict=True)
         },
         **({"conditions": conditions} if conditions else {}),
         **({"properties": properties} if properties else {}),
@@ -120,11 +120,11 @@ class CallSpecReader:
 
     Args:
         context: the context of the file.
-        of_keywords: whether the function sees the order of its keyword arguments.
+        keyword_order: whether the function sees the order of its keyword arguments.
     """
 
-    def __init__(self, context: FileContext, of_keywords: bool) -> None:
-        self._of_keywords = of_keywords
+    def __init__(self, context: FileContext, keyword_order: bool) -> None:
+        self._of_keywords = keyword_order
         self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
@@ -137,32 +137,32 @@ class CallSpecReader:
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
             arguments.expected("the structure of positional and keyword arguments")
-        bounds = {name: DimIs.read(text, name).dim for name, text in dims.mapping().items()}
+        bounds = {name: DimIs.from_json(text, name).dim for name, text in dims.mapping().items()}
         leaves: list[Any] = []
         inputs: list[InputSpec] = []
         scalars: list[ScalarSpec] = []
         for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
             if leaf.get("value") is None:
-                inputs.append(TensorMeta.read(i, leaf, self._values, bounds, self._fake).spec)
+                inputs.append(TensorMeta.from_json(i, leaf, self._values, bounds, self._fake).spec)
                 leaves.append(None)
             elif leaf.get("number") is not None:
                 taken = {*bounds, *(spec.name for spec in scalars)}
-                scalars.append(AnyNumber.read(i, leaf, self._values, taken).spec)
+                scalars.append(AnyNumber.from_json(i, leaf, self._values, taken).spec)
                 leaves.append(scalars[-1].value)
             else:
-                leaves.append(ValueIs.read(i, leaf, self._values).value)
+                leaves.append(ValueIs.from_json(i, leaf, self._values).value)
         ambient = self._settings(ambient_field)
         _require_sizes(dims, inputs, bounds)
         conditions = tuple(
-            ConditionHolds.read(each, bounds, scalars).condition
+            ConditionHolds.from_json(each, bounds, scalars).condition
             for each in _items(field.get("conditions"))
         )
         positions = frozenset(spec.position for spec in inputs)
         properties = tuple(
-            Property.read(x, positions).guard for x in _items(field.get("properties"))
+            Property.from_json(x, positions).guard for x in _items(field.get("properties"))
         )
         one = field.get("one")
-        groups = () if one is None else Aliasing.read(one, positions).groups
+        groups = () if one is None else Aliasing.from_json(one, positions).groups
         return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
             properties, groups, tuple(scalars),
@@ -253,7 +253,7 @@ def encode_program(
     return {
         "name": printable(program.name),
         "dims": {
-            name: DimIs(call_spec.bounds.get(name, Dim(name))).json() for name in _dims_in(names)
+            name: DimIs(call_spec.bounds.get(name, Dim(name))).to_json() for name in _dims_in(names)
         },
         "inputs": [at for at in program.inputs if at < len(call_spec.leaves)],
         "constants": sorted(program.constants),
@@ -267,7 +267,9 @@ def encode_program(
 
 def _require_settings(call_spec: CallSpec) -> None:
     """Refuse to trace functions with rules under settings that differ from those of their calls."""
-    for setting, then, now in zip(SETTINGS[1:], call_spec.ambient[1:], settings()[1:], strict=True):
+    for setting, then, now in zip(
+        SETTINGS[1:], call_spec.settings[1:], settings()[1:], strict=True
+    ):
         if then != now:
             raise NoFileForm(
                 f"a function with rules that was called under another {setting.name} than that of "
@@ -411,7 +413,7 @@ def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
 
 def _symbols(field: Field, numbers: Field | None, call_spec: CallSpec) -> Symbols:
     """Return the symbols of a program, with the sizes of its own call as hints."""
-    dims = {name: DimIs.read(text, name).dim for name, text in field.mapping().items()}
+    dims = {name: DimIs.from_json(text, name).dim for name, text in field.mapping().items()}
     called = sizes_of_call(call_spec.inputs)
     sizes = {
         name: size for name, size in called.items() if name in dims and dims[name].admits(size)

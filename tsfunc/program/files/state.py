@@ -244,7 +244,7 @@ class ProgramState:
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
         if assigned:
-            self.read_guards.result(cells, state.values)
+            self.read_guards.add_result(cells, state.values)
         self.updates = tuple(assigned)
 
     def _read(self, field: Field, state: CellState, cells: Source) -> None:
@@ -260,7 +260,7 @@ class ProgramState:
             source = source.item(key, f"{source.text}[{key!r}]")
         if not isinstance(value, torch.Tensor):
             field.fail("not the path of a tensor")
-        self.read_guards.input(source, value)
+        self.read_guards.guard_input(source, value)
 
 
 # --- the context in which the entries of a file are read

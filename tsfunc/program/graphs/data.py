@@ -18,7 +18,7 @@ from tsfunc.program.closure.guard_codegen import Guards
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
-from tsfunc.program.guarding.call_spec import CallSpec, described
+from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
 from tsfunc.types import Dim
 
 
@@ -58,7 +58,7 @@ class ProgramData:
         """The assumptions about the arguments by parameter name, as ``specialize`` takes them."""
         if self.call_spec is None or self.signature is None:
             return {}
-        return described(self.call_spec, self.signature)
+        return descriptors_of(self.call_spec, self.signature)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""

@@ -59,8 +59,8 @@ class CallSpec:
             place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
         bounds: the named dims.
-        ambient: torch's settings.
-        of_keywords: whether the function sees the order of the keyword arguments.
+        settings: torch's settings.
+        keyword_order: whether the function sees the order of the keyword arguments.
         conditions: the conditions on the named dims, and on the numbers that are inputs.
         property_guards: the facts about tensor arguments that were read, other than types and
         sizes.
@@ -72,17 +72,17 @@ class CallSpec:
     leaves: tuple[Any, ...]
     inputs: tuple[InputSpec, ...]
     bounds: Mapping[str, Dim]
-    ambient: tuple[Any, ...]
-    of_keywords: bool = False
+    settings: tuple[Any, ...]
+    keyword_order: bool = False
     conditions: tuple[Condition, ...] = ()
     property_guards: tuple[PropertyGuard, ...] = ()
     groups: Groups = ()
     scalars: tuple[ScalarSpec, ...] = ()
 
     @functools.cached_property
-    def orders(self) -> tuple[Any, ...]:
+    def key_orders(self) -> tuple[Any, ...]:
         """The orders of the keys among the arguments: NOTE [the order of keys]."""
-        return key_orders(self.tree, self.of_keywords)
+        return key_orders(self.tree, self.keyword_order)
 
     def guards(self, given: Sequence[ArgumentGuard] | None = None) -> tuple[Guard, ...]:
         """Return the guards on the arguments of such calls.
@@ -99,7 +99,7 @@ class CallSpec:
             Aliasing(self.groups),
         )  # fmt: skip
 
-    def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
+    def failing_conditions(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
         """Return the conditions that fail for some arguments and sizes of named dims."""
         named = variables_of(self.bounds, ())
         known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
@@ -115,8 +115,8 @@ def call_spec_of(
     tree: optree.PyTreeSpec,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
-    ambient: tuple[Any, ...],
-    of_keywords: bool,
+    settings: tuple[Any, ...],
+    keyword_order: bool,
     conditions: tuple[Condition, ...],
     property_guards: tuple[PropertyGuard, ...] = (),
     groups: Groups = (),
@@ -127,7 +127,7 @@ def call_spec_of(
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallSpec(
-        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, property_guards,
+        tree, leaves, specs, dict(bounds), settings, keyword_order, conditions, property_guards,
         groups, tuple(scalars),
     )  # fmt: skip
 
@@ -199,7 +199,7 @@ def placeholder(
 # --- the paths of the flattened arguments of a call from its parameters, and their descriptors
 
 
-def described(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
+def descriptors_of(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
     """Return descriptors, by parameter, of exactly the calls that a description is true of."""
     flat = [leaf.cls if isinstance(leaf, WatchedPlaceholder) else leaf for leaf in call_spec.leaves]
     for scalar in call_spec.scalars:
@@ -247,7 +247,7 @@ class _Place:
 def guards_of_call_spec(call_spec: CallSpec, signature: inspect.Signature) -> Guards:
     """Return the guards of a program that was read from a file, for people."""
     return Guards.of(
-        [*call_spec.guards(), SettingsAre(call_spec.ambient)], names_in_call(call_spec, signature)
+        [*call_spec.guards(), SettingsAre(call_spec.settings)], names_in_call(call_spec, signature)
     )
 
 
@@ -305,7 +305,7 @@ def guard_lines(
     return code.lines, code.scope
 
 
-def as_one(
+def alias_tensors(
     inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
 ) -> list[Any]:
     """Return the values that the function gets for its tensors: one object for each tensor.

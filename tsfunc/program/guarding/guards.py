@@ -2,8 +2,8 @@
 
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
-key under which a program is found for other sizes (``key``), and its JSON in files (``json``, and
-``read`` for the way back). A new kind of guard is a class in this file, and a place in ``KINDS``;
+key under which a program is found for other sizes (``key``), and its JSON in files (``to_json`` and
+``from_json``). A new kind of guard is a class in this file, and a place in ``KINDS``;
 ``call_spec`` makes it for a call. Guards on values that the function reads besides its arguments
 are in ``closure/read_guards.py``; the base class of both is in ``closure/guard_codegen.py``.
 
@@ -58,7 +58,7 @@ Encode = Callable[[Any], Any]
 """Returns a value as JSON."""
 
 
-class ReadsValues(Protocol):
+class ValueDecoder(Protocol):
     """Reads values from JSON."""
 
     def decode(self, field: Field) -> Any: ...
@@ -94,7 +94,7 @@ class ArgumentGuard(Guard):
         """Return the parts of the fact that a call may fail, by the user's names."""
         raise NotImplementedError
 
-    def json(self, encode: Encode) -> Any:
+    def to_json(self, encode: Encode) -> Any:
         """Return the guard as JSON."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class TypeIs(ArgumentGuard):
     def key(self) -> Any:
         return self.cls, None
 
-    def json(self, encode: Encode) -> Any:
+    def to_json(self, encode: Encode) -> Any:
         return encode(WatchedPlaceholder(self.cls))
 
 
@@ -138,11 +138,11 @@ class ValueIs(ArgumentGuard):
     def key(self) -> Any:
         return type(self.value), _static_key(self.value)
 
-    def json(self, encode: Encode) -> Any:
+    def to_json(self, encode: Encode) -> Any:
         return {"value": encode(self.value)}
 
     @classmethod
-    def read(cls, position: int, field: Field, values: ReadsValues) -> ValueIs:
+    def from_json(cls, position: int, field: Field, values: ValueDecoder) -> ValueIs:
         (value,) = field.record("value")
         return cls(position, values.decode(value))
 
@@ -169,12 +169,12 @@ class AnyNumber(ArgumentGuard):
     def key(self) -> Any:
         return type(self.spec.value), self.spec.name
 
-    def json(self, encode: Encode) -> Any:
+    def to_json(self, encode: Encode) -> Any:
         return {"value": encode(self.value), "number": self.spec.name}
 
     @classmethod
-    def read(
-        cls, position: int, field: Field, values: ReadsValues, taken: Collection[str]
+    def from_json(
+        cls, position: int, field: Field, values: ValueDecoder, taken: Collection[str]
     ) -> AnyNumber:
         value, name = field.record("value", "number")
         spec = read_scalar(name, position, values.decode(value), taken)
@@ -232,7 +232,7 @@ class TensorMeta(ArgumentGuard):
         return shape, (x.dtype, x.device, x.requires_grad, _layout_key(self.spec),
                        users_class(type(x)))  # fmt: skip
 
-    def json(self, encode: Encode) -> Any:
+    def to_json(self, encode: Encode) -> Any:
         spec, x = self.spec, self.spec.example
         return {
             "tensor": spec.name,
@@ -245,11 +245,11 @@ class TensorMeta(ArgumentGuard):
         }
 
     @classmethod
-    def read(
+    def from_json(
         cls,
         position: int,
         field: Field,
-        values: ReadsValues,
+        values: ValueDecoder,
         bounds: Mapping[str, Dim],
         fake: AbstractContextManager[Any],
     ) -> TensorMeta:
@@ -280,11 +280,11 @@ class DimIs(Guard):
         dim = self.dim
         return (str(Dim(dim.name, max(2, dim.min or 0), dim.max, dim.multiple_of, dim.one_of)),)
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         return str(MetaTensorType([self.dim]))
 
     @classmethod
-    def read(cls, field: Field, name: str) -> DimIs:
+    def from_json(cls, field: Field, name: str) -> DimIs:
         try:
             described = parse_descriptor(field.line()[:200])
             dims = described.meta.dims if isinstance(described, TSTensor) else None
@@ -330,11 +330,11 @@ class ConditionHolds(Guard):
     def texts(self, name: Names) -> Iterable[str]:
         return (self.condition.text,)
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         return self.condition.fact
 
     @classmethod
-    def read(
+    def from_json(
         cls, field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
     ) -> ConditionHolds:
         text = field.line()
@@ -361,7 +361,7 @@ class Property(Guard):
     def texts(self, name: Names) -> Iterable[str]:
         return (f"{self.guard.fact.format(name(self.guard.position))} is {self.guard.answer}",)
 
-    def json(self) -> Any:
+    def to_json(self) -> Any:
         answer = self.guard.answer
         return {
             "argument": self.guard.position,
@@ -370,7 +370,7 @@ class Property(Guard):
         }
 
     @classmethod
-    def read(cls, field: Field, positions: Collection[int]) -> Property:
+    def from_json(cls, field: Field, positions: Collection[int]) -> Property:
         argument, fact, answer = field.record("argument", "fact", "answer")
         text = fact.line()
         if reader_of(text) is None:
@@ -407,11 +407,11 @@ class Aliasing(Guard):
             distinct = ", ".join(name(group[0]) for group in self.groups)
             yield f"{distinct} are different tensors"
 
-    def json(self) -> Any:
+    def to_json(self) -> Any:
         return [list(group) for group in self.groups]
 
     @classmethod
-    def read(cls, field: Field, positions: Collection[int]) -> Aliasing:
+    def from_json(cls, field: Field, positions: Collection[int]) -> Aliasing:
         return cls(tuple(_group(group, positions) for group in field.items()))
 
 

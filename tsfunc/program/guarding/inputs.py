@@ -102,13 +102,13 @@ class ScalarSpec:
         position: its index among them.
         name: its name in the program.
         value: its value in the call that is traced.
-        by_itself: whether it is an input without a descriptor: NOTE [automatic dynamic sizes].
+        undescribed: whether it is an input without a descriptor: NOTE [automatic dynamic sizes].
     """
 
     position: int
     name: str
     value: int | float
-    by_itself: bool = False
+    undescribed: bool = False
 
     def admits(self, value: Any) -> bool:
         """True if another number may replace it, judged by its type."""
@@ -121,7 +121,7 @@ def scalar_inputs(
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
-    by_themselves: Collection[int] = (),
+    undescribed: Collection[int] = (),
 ) -> list[ScalarSpec]:
     """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types].
 
@@ -131,7 +131,7 @@ def scalar_inputs(
         contract: the descriptors.
         inputs: the tensors among the arguments.
         bounds: the named dims.
-        by_themselves: the positions of other numbers that are inputs: NOTE [automatic dynamic
+        undescribed: the positions of other numbers that are inputs: NOTE [automatic dynamic
             sizes].
     """
     taken = {*(spec.name for spec in inputs), *bounds}
@@ -143,9 +143,9 @@ def scalar_inputs(
         name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
             specs.append(ScalarSpec(i, _input_name(argument_paths[i], taken), value))
-        elif i in by_themselves:
+        elif i in undescribed:
             specs.append(
-                ScalarSpec(i, _input_name(argument_paths[i], taken), value, by_itself=True)
+                ScalarSpec(i, _input_name(argument_paths[i], taken), value, undescribed=True)
             )
     return specs
 
