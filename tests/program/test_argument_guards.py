@@ -119,16 +119,16 @@ def test_json_is_read_back_as_the_same_guard() -> None:
     for value in (*CONSTANTS, *tensors(shape)):
         (guard,) = guards_of(value)
         try:
-            text = json.dumps(guard.json(encode))
+            text = json.dumps(guard.to_json(encode))
         except NoFileForm:  # a function, a path
             assert isinstance(value, Path) or callable(value)
             continue
         field = Field.parse(text.encode(), "here")
         back: ArgumentGuard
         if isinstance(guard, guards.TensorMeta):
-            back = guards.TensorMeta.read(0, field, values, {}, fake)
+            back = guards.TensorMeta.from_json(0, field, values, {}, fake)
         else:
-            back = guards.ValueIs.read(0, field, values)
+            back = guards.ValueIs.from_json(0, field, values)
         assert list(back.texts(name)) == list(guard.texts(name))
         assert repr(back.facts(name)) == repr(guard.facts(name))
         if isinstance(value, int | float | str | None):  # the keys of others are their ids

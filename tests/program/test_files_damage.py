@@ -275,7 +275,7 @@ class TestContainers:
             (lambda c: c.update(policy={"either": [], "operators": []}), "policy"),
             (lambda c: c.update(random=1), "random: expected"),
             (lambda c: c["bodies"].append(c["bodies"][0]), "a checkpoint has one body"),
-            (lambda c: c.update(kind="once"), "once|policy"),
+            (lambda c: c.update(kind="recompute"), "recompute|policy"),
             (lambda c: c.update(kind="states"), "devices is missing"),
         ],
     )
@@ -533,14 +533,14 @@ def _calls_itself(function: Any) -> None:
     ("change", "match"),
     [
         (_function("vjp", lambda f: f.update(kind="eval")), "kind: expected a kind of function"),
-        (_function("vjp", lambda f: f.update(kind="jvp")), "by.* is missing|no 'smooth'"),
+        (_function("vjp", lambda f: f.update(kind="jvp")), "wrt.* is missing|no 'differentiable'"),
         (_function("vjp", lambda f: f.update(tensors=2)), "called with other values"),
         (_function("vjp", lambda f: f.update(tensors=1 << 40)), "tensors: expected an integer"),
         (_function("vjp", lambda f: f.update(results=2)), "it returns 1 values, not 2"),
         (_function("vjp", lambda f: f.update(count=2)), "count: expected an integer"),
         (
-            _index("vjp", "smooth", 1),
-            "smooth.*expected an integer",
+            _index("vjp", "differentiable", 1),
+            "differentiable.*expected an integer",
         ),
         (
             _part("backward", lambda p: p["inputs"].append(0)),
@@ -552,14 +552,17 @@ def _calls_itself(function: Any) -> None:
         ),
         (_part("primal", lambda p: p["graph"].update(outputs=[None])), "nothing where"),
         (_function("vjp", _calls_itself), "in a circle, or too deeply"),
-        (_index("jvp", "by", 3), "by.*expected an integer"),
+        (_index("jvp", "wrt", 3), "wrt.*expected an integer"),
         (_function("jvp", lambda f: f.update(more=1)), "there is no 'more' in such an object"),
         (
-            _index("methods", "kept", 9),
-            "kept.*expected an integer",
+            _index("methods", "saved", 9),
+            "saved.*expected an integer",
         ),
         (_function("methods", lambda f: f.update(refusal="a\nb")), "refusal: expected a line"),
-        (_function("methods", lambda f: f.update(once=0)), "once: expected true or false"),
+        (
+            _function("methods", lambda f: f.update(once_differentiable=0)),
+            "once_differentiable: expected true or false",
+        ),
         (_call(lambda c: c.update(number=99)), "number: expected an integer"),
         (_call(lambda c: c.update(written=[1])), "written.*expected an integer"),
         (_call(lambda c: c.update(maps=[{}])), "in_dims is missing"),
@@ -575,7 +578,7 @@ def test_damaged_rules_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("told", "match"),
+    ("display", "match"),
     [
         ({"number": "bool", "text": "n"}, "number: expected int or float"),
         ({"number": "int", "text": "a\nb"}, "text: expected a line of text"),
@@ -585,16 +588,16 @@ def test_damaged_rules_are_refused(
         ({"dtype": "float32", "shape": []}, "device is missing"),
     ],
 )
-def test_texts_for_people(told: Any, match: str, tmp_path: Path) -> None:
+def test_displayed_types(display: Any, match: str, tmp_path: Path) -> None:
     f = specialize(lambda x: x[x > 0])
     f(torch.ones(2))
     f.save(tmp_path / "f.tsf", exact=True)
     data = (tmp_path / "f.tsf").read_bytes()
 
     def changed(program: Any) -> None:
-        next(n for n in program["graph"]["nodes"] if "told" in n)["told"] = told
+        next(n for n in program["graph"]["nodes"] if "display" in n)["display"] = display
 
-    refused(tmp_path, edited(data, GRAPH, changed), f"told.*{match}|{match}")
+    refused(tmp_path, edited(data, GRAPH, changed), f"display.*{match}|{match}")
 
 
 def test_damaged_generators_are_refused(tmp_path: Path) -> None:

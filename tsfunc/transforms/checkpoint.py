@@ -193,9 +193,9 @@ class CheckpointCall(RecomputedCall):
     ) -> list[Axes]:
         return through(self.bodies[0], operands)
 
-    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
+    def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Run the body and pull back through it at once: no values need to be kept in between."""
-        return RecomputedCall(self.name, self.bodies).pullback(count, by, of)
+        return RecomputedCall(self.name, self.bodies).pullback(count, wrt, of)
 
 
 def _record(

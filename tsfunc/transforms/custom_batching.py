@@ -234,67 +234,67 @@ class _RecordedBatchCall(Function):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
-        by = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]
+        wrt = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]
         of = [j for j, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
 
         def pull(values: Sequence[Any], flags: Sequence[bool]) -> Any:
-            inputs, own = _batched_at(values[: len(tensors)], flags, by, plan.level.batch_size)
+            inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
             given = values[len(tensors) :]
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, batched = plan.whole(with_replaced(inputs, by, chosen), own)
+                outs, batched = plan.whole(with_replaced(inputs, wrt, chosen), own)
                 results = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
                 return tuple(_expanded(*results[j], plan.level.batch_size) for j in of)
 
-            _, pullback = vjp(run, *(inputs[i] for i in by))
+            _, pullback = vjp(run, *(inputs[i] for i in wrt))
             size = plan.level.batch_size
             pairs = zip(given, flags[len(tensors) :], strict=True)
             pulled = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
-            return pulled, [True] * len(by)
+            return pulled, [True] * len(wrt)
 
         results = call_whole_batch(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
         pulled: list[Any] = [None] * len(tensors)
-        for i, value in zip(by, results, strict=True):
+        for i, value in zip(wrt, results, strict=True):
             pulled[i] = value
         return (None, None, *pulled)
 
     @staticmethod
     def jvp(ctx: Any, _plan: Any, _mode: Any, *tangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
-        by = [i for i, t in enumerate(tangents) if t is not None]
+        wrt = [i for i, t in enumerate(tangents) if t is not None]
 
         def push(values: Sequence[Any], flags: Sequence[bool]) -> Any:
-            inputs, own = _batched_at(values[: len(tensors)], flags, by, plan.level.batch_size)
+            inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
             given = values[len(tensors) :]
             batched: list[bool] = []
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, tangents_out = plan.whole(with_replaced(inputs, by, chosen), own)
+                outs, tangents_out = plan.whole(with_replaced(inputs, wrt, chosen), own)
                 pairs = zip(outs, tangents_out, strict=True)
                 kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
                 batched[:] = [b for _, b in kept]
                 return tuple(x for x, _ in kept)
 
-            primals = tuple(inputs[i] for i in by)
+            primals = tuple(inputs[i] for i in wrt)
             directions = tuple(
                 _expanded(t, flag, plan.level.batch_size)
                 for t, flag in zip(given, flags[len(tensors) :], strict=True)
             )
             return jvp(run, primals, directions)[1], batched
 
-        return tuple(call_whole_batch(push, plan.level, [*tensors, *(tangents[i] for i in by)]))
+        return tuple(call_whole_batch(push, plan.level, [*tensors, *(tangents[i] for i in wrt)]))
 
 
 def _batched_at(
-    values: Sequence[Any], flags: Sequence[bool], by: Sequence[int], size: int
+    values: Sequence[Any], flags: Sequence[bool], wrt: Sequence[int], size: int
 ) -> tuple[list[Any], list[bool]]:
-    """Return the values with those at ``by`` expanded to batched ones, and the new flags."""
+    """Return the values with those at ``wrt`` expanded to batched ones, and the new flags."""
     batch = [
-        _expanded(value, flag, size) if i in by else value
+        _expanded(value, flag, size) if i in wrt else value
         for i, (value, flag) in enumerate(zip(values, flags, strict=False))
     ]
-    return batch, [flag or i in by for i, flag in enumerate(flags[: len(values)])]
+    return batch, [flag or i in wrt for i, flag in enumerate(flags[: len(values)])]
 
 
 def _expanded(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:

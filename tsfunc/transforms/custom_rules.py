@@ -155,7 +155,7 @@ class RuleCall:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytrees.unflatten(tree, detached), depends
 
-    def kept(self, out: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    def result_tensors(self, out: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
         """Return the tensors of a result, and store its structure."""
         leaves, self.out_tree = pytrees.flatten(out)
         self.out_places = tuple(
@@ -228,7 +228,7 @@ class RuleFunction(Function):
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             out = call.rule.func(*call.rule.whole(fixed, rest))
-            return call.kept(pytrees.tree_map(as_seen_by_current_level, out), operands)
+            return call.result_tensors(pytrees.tree_map(as_seen_by_current_level, out), operands)
 
     @classmethod
     def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
@@ -270,7 +270,7 @@ class RuleFunction(Function):
         ctx.save_for_backward(*operands, *residuals)
         ctx.save_for_forward(*operands, *residuals)
         ctx.set_materialize_grads(False)
-        results = call.kept(out, operands)
+        results = call.result_tensors(out, operands)
         ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
         return results
 

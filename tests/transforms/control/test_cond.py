@@ -69,7 +69,7 @@ def test_a_branch_that_would_fail_where_it_is_not_taken_does_not() -> None:
     torch.testing.assert_close(specialize(vmap(f))(matrices), matrices)
 
 
-@pytest.mark.parametrize("batching", ["lanes", "select"])
+@pytest.mark.parametrize("batching", ["subset", "select"])
 def test_both_ways_to_batch_give_the_same(batching: Any) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
     out = vmap(lambda x: cond(x > 0, torch.sin, torch.cos, x, batching=batching))(x)
@@ -152,7 +152,7 @@ def test_invalid_choices_are_refused() -> None:
         switch(True, [torch.sin], x)
     with pytest.raises(ValueError, match="at least one branch"):
         switch(0, [], x)
-    with pytest.raises(ValueError, match=r"must be .lanes. or .select., got 'both'"):
+    with pytest.raises(ValueError, match=r"must be .subset. or .select., got 'both'"):
         cond(True, torch.sin, torch.cos, x, batching="both")  # type: ignore[arg-type]
 
 

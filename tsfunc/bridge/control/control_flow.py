@@ -142,8 +142,8 @@ class ControlFlow:
         """
         return None
 
-    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        """Return the operator from cotangents of results ``of`` to those of operands ``by``.
+    def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        """Return the operator from cotangents of results ``of`` to those of operands ``wrt``.
 
         Its operands are the ``count`` tensor operands of this operator, the cotangents, and the
         numbers of this operator.
@@ -167,8 +167,8 @@ class ControlFlow:
         """
         raise NotImplementedError
 
-    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
-        """Return the operator from tangents of the operands ``by`` to those of the results.
+    def pushforward(self, count: int, wrt: Sequence[int]) -> ControlFlow:
+        """Return the operator from tangents of the operands ``wrt`` to those of the results.
 
         Its operands are the ``count`` tensor operands of this operator, the tangents, and the
         numbers of this operator.

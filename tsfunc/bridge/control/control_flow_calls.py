@@ -149,31 +149,31 @@ class _Recorded(Function):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs, results = ctx.saved_tensors, ctx.results
-        by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
+        wrt = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
         level = inputs[0].dispatch_level
         of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.differentiable[j]]
         pulled: list[Any] = [None] * len(inputs)
-        if by and of:
+        if wrt and of:
             # Cotangents may be batched by vmaps inside of the level.
             inside = _frames_inside([cotangents[j] for j in of], level)
             given = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
-            op = _replayed(ctx, ctx.call.op.pullback(len(inputs), by, of), len(inputs) + len(of))
+            op = _replayed(ctx, ctx.call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
-            wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in by]
+            wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in wrt]
             operands = [*inputs, *given, *ctx.states]
             gradients = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
-            for i, value in zip(by, gradients, strict=True):
+            for i, value in zip(wrt, gradients, strict=True):
                 pulled[i] = value
         return (None, None, None, *pulled)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         inputs, results = ctx.saved_tensors, ctx.results
-        by = [i for i, t in enumerate(tangents[3:]) if t is not None]
-        given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in by]
-        op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
+        wrt = [i for i, t in enumerate(tangents[3:]) if t is not None]
+        given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
+        op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *given, *ctx.states]
         pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
         return tuple(

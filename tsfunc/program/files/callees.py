@@ -99,7 +99,7 @@ class TracedCallee:
         results: the number of tensors that it returns.
         count: the number of the tensors that have a derivative or are solved for; they come first.
         refusal: the message of the error that replaces a derivative, or None.
-        once: True if the derivative has none itself.
+        once_differentiable: True if the derivative has none itself.
     """
 
     kind: ClassVar[str]
@@ -108,7 +108,7 @@ class TracedCallee:
     index_names: ClassVar[tuple[str, ...]] = ()
     count = 0
     refusal: str | None = None
-    once = False
+    once_differentiable = False
 
     def __init__(self, name: str, tensors: int, numbers: int, results: int) -> None:
         self.name, self.tensors, self.numbers, self.results = name, tensors, numbers, results
@@ -215,7 +215,7 @@ class CalleeWriter:
             "numbers": callee.numbers,
             "results": callee.results,
             "count": callee.count,
-            "once": callee.once,
+            "once_differentiable": callee.once_differentiable,
             "refusal": None if callee.refusal is None else printable(callee.refusal),
             "indices": {name: list(getattr(callee, name)) for name in callee.index_names},
             "parts": {name: self._part(getattr(callee, name)) for name in callee.part_names},
@@ -256,8 +256,8 @@ class CalleeReader:
     @staticmethod
     def _head(field: Field) -> TracedCallee:
         kind, name_field, *fields, _, _, _, _, _ = field.record(
-            "kind", "name", "tensors", "numbers", "results", "count", "once", "refusal", "indices",
-            "parts",
+            "kind", "name", "tensors", "numbers", "results", "count",
+            "once_differentiable", "refusal", "indices", "parts",
         )  # fmt: skip
         cls: type[TracedCallee] = kind.one_of(_by_name, "a kind of function")
         counts = [each.integer(0, _MOST_OPERANDS) for each in fields]
@@ -286,7 +286,7 @@ class CalleeReader:
     def _read(self, field: Field, callee: TracedCallee) -> None:
         """Set the attributes of a function from its JSON."""
         callee.count = field.at("count").integer(0, callee.most_counted)
-        callee.once = field.at("once").flag()
+        callee.once_differentiable = field.at("once_differentiable").flag()
         refusal = field.at("refusal")
         callee.refusal = None if refusal.value is None else refusal.line()
         indices = field.at("indices").record(*callee.index_names)

@@ -43,7 +43,7 @@ from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.values import class_name
 
-KIND, VERSION = "tsfunc program", 1
+KIND, VERSION = "tsfunc program", 2
 _KINDS = {
     str(kind).lower(): kind
     for kind in (

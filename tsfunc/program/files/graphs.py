@@ -9,9 +9,9 @@
     {"name": "c", "item": 0, "of": "pair"}
     {"name": "z", "control": CONTROL, "args": [...], "kwargs": {}}
 
-A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``told`` (the
-type of a tensor, for display only), ``quiet`` (autograd does not record it), ``requires_grad``
-(autograd records it), ``line`` (the user's).
+A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``display``
+(the type of a tensor, for display only), ``no_grad`` (autograd does not record it),
+``requires_grad`` (autograd records it), ``line`` (the user's).
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ _LONG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _RESERVED = frozenset({"args"})
 # The operator in a file that checks a size that depends on data.
 _ASSERTION = "aten::_assert_scalar"
-_FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_OPTIONAL = ("type", "number", "line", "told", *_FLAGS)
+_FLAGS = ("no_grad", "requires_grad")
+_OPTIONAL = ("type", "number", "line", "display", *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def _where(node: torch.fx.Node) -> str:
 def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, Any]:
     """Return the JSON of a node's metadata."""
     facts: dict[str, Any] = {} if names is None else _type_facts(node, names)
-    for key, name in _FLAGS.items():
-        if node.meta.get(name):
+    for key in _FLAGS:
+        if node.meta.get(key):
             facts[key] = True
     if "location" in node.meta:
         facts["line"] = printable(line_of(node.meta["location"]))
@@ -288,7 +288,7 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     if number is not None:
         facts["number"] = number
     display = None if facts else encode_display_meta(node)
-    return facts if display is None else {"told": display}
+    return facts if display is None else {"display": display}
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
@@ -426,13 +426,13 @@ class GraphReader:
         number = field.get("number")
         if number is not None:
             self._types.read_number(number, node)
-        display = field.get("told")
+        display = field.get("display")
         if display is not None:
             self._types.read_display_meta(display, node)
-        for key, name in _FLAGS.items():
+        for key in _FLAGS:
             flag = field.get(key)
             if flag is not None:
-                node.meta[name] = flag.flag()
+                node.meta[key] = flag.flag()
         line = field.get("line")
         if line is not None:
             node.meta["location"] = line.line()

@@ -301,7 +301,7 @@ def without_metadata(encoded: Any) -> Any:
         return {
             key: without_metadata(value)
             for key, value in encoded.items()
-            if key not in ("requires_grad", "line", "told")
+            if key not in ("requires_grad", "line", "display")
         }
     return [without_metadata(item) for item in encoded] if isinstance(encoded, list) else encoded
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, Literal, ParamSpec, TypeVar, get_args
 
-Batching = Literal["lanes", "select"]
+Batching = Literal["subset", "select"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,7 +37,7 @@ def check_callable(label: str, **functions: object) -> None:
 def check_batching(label: str, batching: str) -> None:
     """Raise ValueError for an invalid ``batching=``."""
     if batching not in get_args(Batching):
-        raise ValueError(f'{label}: batching must be "lanes" or "select", got {batching!r}.')
+        raise ValueError(f'{label}: batching must be "subset" or "select", got {batching!r}.')
 
 
 def takes(func: Callable[..., Any], count: int) -> bool | None:

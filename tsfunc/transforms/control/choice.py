@@ -167,15 +167,15 @@ def read(values: Any) -> torch.Tensor:
 class DiffersAtInnerLevel(BaseException):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 
-    ``by`` is the caller that needs the predicate; it handles the choice at the inner level.
+    ``caller`` is the caller that needs the predicate; it handles the choice at the inner level.
     """
 
-    def __init__(self, by: object, level: BatchLevel) -> None:
+    def __init__(self, caller: object, level: BatchLevel) -> None:
         super().__init__(f"differs at {level.name} (internal to tsfunc; it should be caught)")
-        self.by, self.level = by, level
+        self.caller, self.level = caller, level
 
 
-def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
+def values_at(value: Any, level: BatchLevel, caller: object = None) -> torch.Tensor:
     """Return a predicate for each example of a level, as a tensor that is outside of the level.
 
     Raises:
@@ -184,7 +184,7 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     inner: Any = as_seen_by_current_level(value)
     while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
-            raise DiffersAtInnerLevel(by, inner.dispatch_level)
+            raise DiffersAtInnerLevel(caller, inner.dispatch_level)
         inner = inner.value  # type: ignore[attr-defined]
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:

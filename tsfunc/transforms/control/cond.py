@@ -71,7 +71,7 @@ def cond(
     true_fun: Callable[..., _Result],
     false_fun: Callable[..., _Result],
     *args: Any,
-    batching: Batching = "lanes",
+    batching: Batching = "subset",
     **kwargs: Any,
 ) -> _Result:
     """Call one of two functions, chosen by a bool.
@@ -83,7 +83,7 @@ def cond(
             structure, with leaves of the same dtypes and shapes. The functions may close over
             tensors, which get their gradients.
         args: the operands, any pytrees.
-        batching: the execution under vmap if the choice differs from example to example. "lanes"
+        batching: the execution under vmap if the choice differs from example to example. "subset"
             runs each branch on the examples that take it, in programs too. "select" runs both
             branches on all examples and selects, which is faster for branches of one or two
             operators. Such branches must never fail and must have finite derivatives everywhere.
@@ -175,7 +175,7 @@ def switch(
     index: Any,
     branches: Sequence[Callable[..., _Result]],
     *operands: Any,
-    batching: Batching = "lanes",
+    batching: Batching = "subset",
 ) -> _Result:
     """Call one of several functions, chosen by an integer.
 
@@ -230,18 +230,18 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, Switch)
-def _pulled(op: Switch, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(op: Switch, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
     """Choose between the pullbacks of the branches."""
     return _between(
-        op, [functools.partial(pull_back, body, count, by, of) for body in op.bodies], operands
+        op, [functools.partial(pull_back, body, count, wrt, of) for body in op.bodies], operands
     )
 
 
 @derivative_rule(Pushforward, Switch)
-def _pushed(op: Switch, count: int, by: Sequence[int], *operands: Any) -> Any:
+def _pushed(op: Switch, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Choose between the pushforwards of the branches."""
     return _between(
-        op, [functools.partial(push_forward, body, count, by) for body in op.bodies], operands
+        op, [functools.partial(push_forward, body, count, wrt) for body in op.bodies], operands
     )
 
 

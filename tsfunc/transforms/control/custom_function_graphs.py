@@ -252,12 +252,12 @@ def types_of(part: CalleeGraph) -> list[OperandType]:
     return types
 
 
-def smooth_of(types: Sequence[OperandType]) -> list[int]:
+def differentiable_indices(types: Sequence[OperandType]) -> list[int]:
     """Return the indices of the types that have derivatives."""
     return [i for i, x in enumerate(types) if x.dtype.is_floating_point or x.dtype.is_complex]
 
 
-class Kept:
+class PassedTree:
     """A pytree that one part passes to another; its tensors are results of the first part."""
 
     def __init__(self, tree: Any) -> None:

@@ -28,11 +28,11 @@ from tsfunc.program.files.callees import CalleeGraph, CalleeWriter, TracedCallee
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.transforms.control.custom_function_graphs import (
     DimNames,
-    Kept,
+    PassedTree,
     Tracing,
     Values,
+    differentiable_indices,
     size_of,
-    smooth_of,
     types_of,
 )
 from tsfunc.transforms.control.custom_functions import (
@@ -149,16 +149,16 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results = types_of(primal)
-    smooth = smooth_of(results)
-    kept: list[Kept] = []
+    differentiable = differentiable_indices(results)
+    kept: list[PassedTree] = []
 
     def forward(values: list[Any]) -> Values:
         made = _rule_call(callee, values)
         rule: Any = made.call.rule
         with made.call.seeing(made.operands):
             out, residuals = rule.forward(made.call, *made.arguments)
-            results = made.call.kept(out, made.operands)
-        kept.append(Kept(residuals))
+            results = made.call.result_tensors(out, made.operands)
+        kept.append(PassedTree(residuals))
         return *results, *kept[-1].tensors
 
     first = tracing.part("the fwd rule", forward, given)
@@ -172,7 +172,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         made.knowing(calls[-1], results, tracing.names)
         residuals = kept[-1].filled(values[start:stop], tracing.names)
         cotangents: list[Any] = [None] * len(results)
-        for j, value in zip(smooth, values[stop:], strict=True):
+        for j, value in zip(differentiable, values[stop:], strict=True):
             cotangents[j] = value
         with made.call.seeing(made.operands):
             pulled: Values = pulled_by_rule(
@@ -180,10 +180,10 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
             )
         return pulled
 
-    cotangents = [results[j] for j in smooth]
+    cotangents = [results[j] for j in differentiable]
     last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
     made = CustomVjp(*tracing.head(len(results)))
-    made.count, made.smooth = calls[-1].count, smooth
+    made.count, made.differentiable = calls[-1].count, differentiable
     made.primal, made.forward, made.backward = primal, first, last
     return made
 
@@ -193,22 +193,22 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results, count = types_of(primal), calls[-1].count
-    by = [i for i in smooth_of(callee.types) if i < count]
+    wrt = [i for i in differentiable_indices(callee.types) if i < count]
 
     def push(values: list[Any]) -> Values:
         made = _rule_call(callee, values[: len(given)])
         made.knowing(calls[-1], results, tracing.names)
         tangents: list[Any] = [None] * count
-        for i, value in zip(by, values[len(given) :], strict=True):
+        for i, value in zip(wrt, values[len(given) :], strict=True):
             tangents[i] = value
         rule: Any = made.call.rule
         with made.call.seeing(made.operands):
             pushed: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
         return pushed
 
-    tangents = [callee.types[i] for i in by]
+    tangents = [callee.types[i] for i in wrt]
     made = CustomJvp(*tracing.head(len(results)))
-    made.count, made.by, made.primal = count, by, primal
+    made.count, made.wrt, made.primal = count, wrt, primal
     made.push = tracing.part("the rule", push, [*given, *tangents])
     return made
 
@@ -266,24 +266,26 @@ class Methods:
     def traced(self) -> CustomAutogradFunction:
         made, tracing, cls = self.made, self.tracing, self.cls
         made.forward = tracing.part("forward", self._forward, tracing.operands)
-        self.kept.forget()
+        self.saved.forget()
         types = types_of(made.forward)
-        made.smooth = [j for j in smooth_of(types[: made.results]) if j not in made.inert]
-        made.by = [i for i in smooth_of(self.callee.types) if i in self._arguments()]
+        differentiable = differentiable_indices(types[: made.results])
+        made.differentiable = [j for j in differentiable if j not in made.non_differentiable]
+        made.wrt = [i for i in differentiable_indices(self.callee.types) if i in self._arguments()]
         everything = [*self.callee.types, *types]
         numbers = tracing.operands[made.tensors :]
-        self.first = len(made.kept)
-        given = [*(everything[at] for at in made.kept), *numbers, *self.callee.types]
+        self.first = len(made.saved)
+        given = [*(everything[at] for at in made.saved), *numbers, *self.callee.types]
         method = cls.backward if cls.backward is not Function.backward else cls.vjp
-        made.once = is_marked(cls)
+        made.once_differentiable = is_marked(cls)
         made.backward = made.push = made.refusal = None
         try:
             if method is not Function.backward:
-                self.backward = getattr(method, "__wrapped__", method) if made.once else method
-                cotangents = [types[j] for j in made.smooth]
+                wrapped = made.once_differentiable
+                self.backward = getattr(method, "__wrapped__", method) if wrapped else method
+                cotangents = [types[j] for j in made.differentiable]
                 made.backward = tracing.part("backward", self._backward, [*given, *cotangents])
             if cls.jvp is not torch_jvp:
-                tangents = [self.callee.types[i] for i in made.by]
+                tangents = [self.callee.types[i] for i in made.wrt]
                 made.push = tracing.part("jvp", self._push, [*given, *tangents])
         except UndefinedDerivativeError as error:
             made.refusal = str(error)
@@ -311,29 +313,29 @@ class Methods:
         known = [*values[: made.tensors], *results]
         made.dirty = [_place(x, known) for x in attributes.pop("dirty")]
         inert = [_place(x, known) - made.tensors for x in attributes.pop("not_differentiable")]
-        made.inert = [j for j in inert if j >= 0]
+        made.non_differentiable = [j for j in inert if j >= 0]
         del attributes["materialize"]
-        self.kept = Kept(attributes)
+        self.saved = PassedTree(attributes)
         others: list[torch.Tensor] = []
         positions = []
-        for x in self.kept.tensors:
+        for x in self.saved.tensors:
             at = _place(x, [*known, *others])
             if at < 0:
                 at = len(known) + len(others)
                 others.append(x)
             positions.append(at)
-        made.kept = positions
+        made.saved = positions
         return *results, *others
 
     def _context(self, values: list[Any], method: str) -> FunctionContext:
         ctx = FunctionContext()
-        vars(ctx).update(self.kept.filled(values[: self.first], self.tracing.names))
+        vars(ctx).update(self.saved.filled(values[: self.first], self.tracing.names))
         return ctx.seen_by(method)
 
     def _backward(self, values: list[Any]) -> Values:
         made = self.made
         given = values[self.first + made.numbers + made.tensors :]
-        of: dict[int | None, Any] = dict(zip(made.smooth, given, strict=True))
+        of: dict[int | None, Any] = dict(zip(made.differentiable, given, strict=True))
         ctx = self._context(values, "backward")
         returned = self.backward(ctx, *(of.get(j) for j in self.outputs))
         returned = returned if isinstance(returned, tuple | list) else (returned,)
@@ -354,7 +356,7 @@ class Methods:
 
     def _push(self, values: list[Any]) -> Values:
         made = self.made
-        given = dict(zip(made.by, values[self.first + made.numbers + made.tensors :], strict=True))
+        given = dict(zip(made.wrt, values[self.first + made.numbers + made.tensors :], strict=True))
         tangents = [None if i is None else given.get(i) for i in self._arguments()]
         returned = self.cls.jvp(self._context(values, "jvp"), *tangents)
         returned = returned if isinstance(returned, tuple | list) else (returned,)

@@ -34,28 +34,28 @@ class CustomVjp(TracedCallee):
     Attributes:
         primal: the graph of the function.
         forward: the same with the residuals as further results.
-        backward: takes the residuals and a cotangent for each result of `smooth`; returns a
-            cotangent or None for each tensor that is differentiated by.
-        smooth: the indices of the results that have cotangents.
+        backward: takes the residuals and a cotangent for each result of `differentiable`; returns
+            a cotangent or None for each tensor that is differentiated by.
+        differentiable: the indices of the results that have cotangents.
     """
 
     kind = "vjp"
     part_names = ("primal", "forward", "backward")
-    index_names = ("smooth",)
+    index_names = ("differentiable",)
     primal: CalleeGraph
     forward: CalleeGraph
     backward: CalleeGraph
-    smooth: Sequence[int]
+    differentiable: Sequence[int]
 
     def type_of_part(self, name: str) -> PartType:
         if name != "backward":
             return PartType(self.own, self.results, more=name == "forward")
         residuals = len(self.forward.results) - self.results
-        given = [*self.own, *[TENSOR] * (residuals + len(self.smooth))]
+        given = [*self.own, *[TENSOR] * (residuals + len(self.differentiable))]
         return PartType(given, self.count, zeros=True)
 
     def limits(self) -> Mapping[str, int]:
-        return {"smooth": self.results}
+        return {"differentiable": self.results}
 
     @functools.cached_property
     def _rule(self) -> Any:
@@ -68,7 +68,8 @@ class CustomVjp(TracedCallee):
 
         def bwd(*given: Any) -> Sequence[Any]:
             *fixed, (kept, residuals), cotangents = given
-            return self.backward(*kept, *fixed, *residuals, *(cotangents[j] for j in self.smooth))
+            chosen = [cotangents[j] for j in self.differentiable]
+            return self.backward(*kept, *fixed, *residuals, *chosen)
 
         rule = custom_vjp(_named(self.name, self.primal), tuple(range(self.count, total)))
         rule.defvjp(fwd, bwd)
@@ -84,24 +85,24 @@ class CustomJvp(TracedCallee):
 
     Attributes:
         primal: the graph of the function.
-        push: takes a tangent for each tensor of `by`; returns a tangent or None for each result.
-        by: the indices of the tensors that have tangents.
+        push: takes a tangent for each tensor of `wrt`; returns a tangent or None for each result.
+        wrt: the indices of the tensors that have tangents.
     """
 
     kind = "jvp"
     part_names = ("primal", "push")
-    index_names = ("by",)
+    index_names = ("wrt",)
     primal: CalleeGraph
     push: CalleeGraph
-    by: Sequence[int]
+    wrt: Sequence[int]
 
     def type_of_part(self, name: str) -> PartType:
         if name == "primal":
             return PartType(self.own, self.results)
-        return PartType([*self.own, *[TENSOR] * len(self.by)], self.results, zeros=True)
+        return PartType([*self.own, *[TENSOR] * len(self.wrt)], self.results, zeros=True)
 
     def limits(self) -> Mapping[str, int]:
-        return {"by": self.count}
+        return {"wrt": self.count}
 
     @functools.cached_property
     def _rule(self) -> Any:
@@ -109,7 +110,7 @@ class CustomJvp(TracedCallee):
 
         def rule(*given: Any) -> tuple[Any, Any]:
             *fixed, primals, tangents = given
-            pushed = self.push(*primals, *fixed, *(tangents[i] for i in self.by))
+            pushed = self.push(*primals, *fixed, *(tangents[i] for i in self.wrt))
             known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
             return known, tuple(pushed)
 
@@ -133,47 +134,47 @@ class CustomAutogradFunction(TracedCallee):
     """An ``autograd.Function``.
 
     Attributes:
-        forward: the graph of ``forward``, with the other values kept for derivatives as further
+        forward: the graph of ``forward``, with the other values saved for derivatives as further
             results.
-        kept: the kept values, as indices among the tensors, the results and these other values.
+        saved: the saved values, as indices among the tensors, the results and these other values.
         dirty: the tensors that are marked dirty.
-        inert: the results that are marked as not differentiable.
-        smooth: the results that have cotangents.
-        by: the tensors that have tangents.
-        backward: takes the kept values, the numbers, tensors with the shapes of the function's,
-            and a cotangent for each result of `smooth`; returns a cotangent or None for each
-            tensor. None if there is no reverse mode.
+        non_differentiable: the results that are marked as not differentiable.
+        differentiable: the results that have cotangents.
+        wrt: the tensors that have tangents.
+        backward: takes the saved values, the numbers, tensors with the shapes of the function's,
+            and a cotangent for each result of `differentiable`; returns a cotangent or None for
+            each tensor. None if there is no reverse mode.
         push: the ``jvp`` method: takes the same inputs as ``backward`` with a tangent for each
-            tensor of `by` in place of cotangents; returns a tangent or None for each result.
+            tensor of `wrt` in place of cotangents; returns a tangent or None for each result.
     """
 
     kind = "methods"
     part_names = ("forward", "backward", "push")
     optional = frozenset({"backward", "push"})
-    index_names = ("kept", "dirty", "inert", "smooth", "by")
+    index_names = ("saved", "dirty", "non_differentiable", "differentiable", "wrt")
 
     forward: CalleeGraph
-    kept: Sequence[int]
+    saved: Sequence[int]
     dirty: Sequence[int]
-    inert: Sequence[int]
-    smooth: Sequence[int]
-    by: Sequence[int]
+    non_differentiable: Sequence[int]
+    differentiable: Sequence[int]
+    wrt: Sequence[int]
     backward: CalleeGraph | None
     push: CalleeGraph | None
 
     def type_of_part(self, name: str) -> PartType:
         if name == "forward":
             return PartType(self.own, self.results, more=True)
-        of = self.smooth if name == "backward" else self.by
-        given = [*[TENSOR] * len(self.kept), *self.own[self.tensors :], *[TENSOR] * self.tensors]
+        of = self.differentiable if name == "backward" else self.wrt
+        given = [*[TENSOR] * len(self.saved), *self.own[self.tensors :], *[TENSOR] * self.tensors]
         results = self.tensors if name == "backward" else self.results
         return PartType([*given, *[TENSOR] * len(of)], results, zeros=True)
 
     def limits(self) -> Mapping[str, int]:
         tensors, results = self.tensors, self.results
         return {
-            "kept": tensors + len(self.forward.results), "dirty": tensors, "inert": results,
-            "smooth": results, "by": tensors,
+            "saved": tensors + len(self.forward.results), "dirty": tensors,
+            "non_differentiable": results, "differentiable": results, "wrt": tensors,
         }  # fmt: skip
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
@@ -184,14 +185,14 @@ class CustomAutogradFunction(TracedCallee):
     def _function(self) -> Any:
         members: dict[str, Any] = {}
         known = self.tensors + self.results
-        if all(at < known for at in self.kept):  # torch's own transforms can take it too
+        if all(at < known for at in self.saved):  # torch's own transforms can take it too
             members["forward"] = lambda *args: tuple(self.forward(*args))
             members["setup_context"] = self._keep
         else:
             members["forward"] = self._forward
         if self.backward is not None or self.refusal is not None:
             pull = self._pull
-            members["backward"] = once_differentiable(pull) if self.once else pull
+            members["backward"] = once_differentiable(pull) if self.once_differentiable else pull
         if self.push is not None:
             members["jvp"] = self._push
         made = {name: staticmethod(member) for name, member in members.items()}
@@ -204,7 +205,7 @@ class CustomAutogradFunction(TracedCallee):
 
     def _keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         tensors = (*args[: self.tensors], *outputs)
-        kept = [tensors[at] for at in self.kept]
+        kept = [tensors[at] for at in self.saved]
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
         ctx.numbers = args[self.tensors :]
@@ -212,19 +213,19 @@ class CustomAutogradFunction(TracedCallee):
         if self.dirty:
             ctx.mark_dirty(*(args[i] for i in self.dirty))
         inert = [x for j, x in enumerate(outputs[: self.results])
-                 if j in self.inert or not differentiable(x)]  # fmt: skip
+                 if j in self.non_differentiable or not differentiable(x)]  # fmt: skip
         ctx.mark_non_differentiable(*inert)
 
     def _pull(self, ctx: Any, *cotangents: Any) -> Any:
         if self.refusal is not None:
             raise UndefinedDerivativeError(self.refusal)
         assert self.backward is not None
-        pulled = self.backward(*self._given(ctx), *(cotangents[j] for j in self.smooth))
+        pulled = self.backward(*self._given(ctx), *(cotangents[j] for j in self.differentiable))
         return (*pulled, *[None] * self.numbers)
 
     def _push(self, ctx: Any, *tangents: Any) -> Any:
         assert self.push is not None
-        return tuple(self.push(*self._given(ctx), *(tangents[i] for i in self.by)))
+        return tuple(self.push(*self._given(ctx), *(tangents[i] for i in self.wrt)))
 
     def _given(self, ctx: Any) -> Sequence[Any]:
         """Return the first inputs of both derivatives."""

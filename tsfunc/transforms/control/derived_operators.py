@@ -88,15 +88,15 @@ class DerivativeOperands(NamedTuple):
 
 
 def pull_back(
-    run: Callable[..., Sequence[Any]], count: int, by: Sequence[int], of: Sequence[int],
+    run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], of: Sequence[int],
     *operands: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the cotangents of a function's operands ``by``.
+    """Return the cotangents of a function's operands ``wrt``.
 
     Args:
         run: takes ``count`` tensors and then numbers.
         count: the number of tensors.
-        by: the positions of the tensors that it is differentiated by.
+        wrt: the positions of the tensors that it is differentiated by.
         of: the positions of the results that have cotangents.
         operands: the tensors, the cotangents, and the numbers.
     """
@@ -104,24 +104,24 @@ def pull_back(
 
     def chosen(*values: Any) -> tuple[Any, ...]:
         with muted():  # NOTE [debug effects]
-            results = run(*with_replaced(inputs, by, values), *numbers)
+            results = run(*with_replaced(inputs, wrt, values), *numbers)
         return tuple(results[j] for j in of)
 
-    _, pull = vjp(chosen, *(inputs[i] for i in by))
+    _, pull = vjp(chosen, *(inputs[i] for i in wrt))
     pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
     return pulled
 
 
 def push_forward(
-    run: Callable[..., Sequence[Any]], count: int, by: Sequence[int], *operands: Any
+    run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], *operands: Any
 ) -> tuple[Any, ...]:
-    """Return the tangents of a function's results; the operands have tangents for ``by``."""
-    inputs, tangents, numbers = DerivativeOperands.of(operands, count, len(by))
-    return push_through(run, inputs, by, tangents, numbers)[1]
+    """Return the tangents of a function's results; the operands have tangents for ``wrt``."""
+    inputs, tangents, numbers = DerivativeOperands.of(operands, count, len(wrt))
+    return push_through(run, inputs, wrt, tangents, numbers)[1]
 
 
 def push_through(
-    run: Callable[..., Sequence[Any]], values: Sequence[Any], by: Sequence[int],
+    run: Callable[..., Sequence[Any]], values: Sequence[Any], wrt: Sequence[int],
     tangents: Sequence[Any], numbers: Sequence[Any],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """Return a function's results and their tangents.
@@ -129,16 +129,16 @@ def push_through(
     Args:
         run: takes the values and then the numbers.
         values: the tensors.
-        by: the positions of the values that have tangents.
+        wrt: the positions of the values that have tangents.
         tangents: these tangents.
         numbers: the numbers.
     """
 
     def chosen(*primals: Any) -> tuple[Any, ...]:
         with muted():  # NOTE [debug effects]
-            return tuple(run(*with_replaced(values, by, primals), *numbers))
+            return tuple(run(*with_replaced(values, wrt, primals), *numbers))
 
-    results, pushed = jvp(chosen, tuple(values[i] for i in by), tuple(tangents))
+    results, pushed = jvp(chosen, tuple(values[i] for i in wrt), tuple(tangents))
     return results, pushed
 
 
@@ -155,11 +155,11 @@ class ControlFlowOperator(ControlFlow):
     # True if a batch of calls runs each body only on the examples that choose it.
     run_on_subsets = False
 
-    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        return Pullback(self, count, by, of)
+    def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        return Pullback(self, count, wrt, of)
 
-    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
-        return Pushforward(self, count, by)
+    def pushforward(self, count: int, wrt: Sequence[int]) -> ControlFlow:
+        return Pushforward(self, count, wrt)
 
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
         return MappedOperator(self, batched)
@@ -177,27 +177,27 @@ class ControlFlowOperator(ControlFlow):
         """
         return None
 
-    def pulled(self, count: int, by: Sequence[int], of: Sequence[int]) -> Derivative | None:
+    def pulled(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> Derivative | None:
         """Return the pullback in other control flow: NOTE [derivatives in other control flow].
 
         The function takes the operands of :meth:`pullback`. None if only torch can derive it.
         """
         rule = _RULES.get((Pullback, type(self)))
         if rule is not None:
-            return functools.partial(rule, self, count, by, of)
+            return functools.partial(rule, self, count, wrt, of)
         run = self.expanded()
-        return None if run is None else functools.partial(pull_back, run, count, by, of)
+        return None if run is None else functools.partial(pull_back, run, count, wrt, of)
 
-    def pushed(self, count: int, by: Sequence[int]) -> Derivative | None:
+    def pushed(self, count: int, wrt: Sequence[int]) -> Derivative | None:
         """Return the pushforward in other control flow, as :meth:`pulled` returns the pullback.
 
         The function takes the operands of :meth:`pushforward`.
         """
         rule = _RULES.get((Pushforward, type(self)))
         if rule is not None:
-            return functools.partial(rule, self, count, by)
+            return functools.partial(rule, self, count, wrt)
         run = self.expanded()
-        return None if run is None else functools.partial(push_forward, run, count, by)
+        return None if run is None else functools.partial(push_forward, run, count, wrt)
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
@@ -236,19 +236,19 @@ class Pullback(ExpandedOperator):
     """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
 
     def __init__(
-        self, of_op: ControlFlowOperator, count: int, by: Sequence[int], of: Sequence[int]
+        self, of_op: ControlFlowOperator, count: int, wrt: Sequence[int], of: Sequence[int]
     ) -> None:
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
-        self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
+        self.op, self.count, self.wrt, self.of = of_op, count, tuple(wrt), tuple(of)
 
     def steps(self, operands: Sequence[Any]) -> int:
         return self.op.steps(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return pull_back(self.op, self.count, self.by, self.of, *operands)
+        return pull_back(self.op, self.count, self.wrt, self.of, *operands)
 
     def expanded(self) -> Derivative | None:
-        return self.op.pulled(self.count, self.by, self.of)
+        return self.op.pulled(self.count, self.wrt, self.of)
 
 
 class MappedOperator(ExpandedOperator):
@@ -424,15 +424,15 @@ class Replayed(ExpandedOperator):
 class Pushforward(ExpandedOperator):
     """The pushforward of an operator: see ``ControlFlow.pushforward``."""
 
-    def __init__(self, of_op: ControlFlowOperator, count: int, by: Sequence[int]) -> None:
+    def __init__(self, of_op: ControlFlowOperator, count: int, wrt: Sequence[int]) -> None:
         super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
-        self.op, self.count, self.by = of_op, count, tuple(by)
+        self.op, self.count, self.wrt = of_op, count, tuple(wrt)
 
     def steps(self, operands: Sequence[Any]) -> int:
         return self.op.steps(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return push_forward(self.op, self.count, self.by, *operands)
+        return push_forward(self.op, self.count, self.wrt, *operands)
 
     def expanded(self) -> Derivative | None:
-        return self.op.pushed(self.count, self.by)
+        return self.op.pushed(self.count, self.wrt)

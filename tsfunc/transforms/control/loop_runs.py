@@ -158,7 +158,7 @@ class Loop:
                 inside = None
             except DiffersAtInnerLevel as error:
                 # A body that batches the carry also batches the condition from the second step on.
-                if error.by is not self:
+                if error.caller is not self:
                     raise
                 attempt.undo()
                 inside = BatchedChoice(error.level, values_at(value, error.level), False)
@@ -415,7 +415,7 @@ def _run(op: While, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, While)
-def _pulled(op: While, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
     """Count the steps, and pull back through a scan of so many steps.
 
     A scan has at least one step, whose pullback is not used if the loop makes none.
@@ -441,21 +441,21 @@ def _pulled(op: While, count: int, by: Sequence[int], of: Sequence[int], *operan
     def step(*values: Any) -> Sequence[Any]:
         return body(*values[: op.carried], *values[op.carried + 1 :])
 
-    after = [i if i < op.carried else i + 1 for i in by]
+    after = [i if i < op.carried else i + 1 for i in wrt]
     pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
-    first = or_zeros(cotangents, given.inputs, by)
+    first = or_zeros(cotangents, given.inputs, wrt)
     return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
 
 
 @derivative_rule(Pushforward, While)
-def _pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
+def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[Any, ...]:
     """Run a loop over the carry and its tangents."""
     condition, body = op.bodies
-    given = DerivativeOperands.of(operands, count, len(by))
-    tangents = dict(zip(by, given.derivatives, strict=True))
+    given = DerivativeOperands.of(operands, count, len(wrt))
+    tangents = dict(zip(wrt, given.derivatives, strict=True))
     carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
     moved = [i for i, x in enumerate(carry) if differentiable(x)]
-    outer = [i for i in by if i >= op.carried]
+    outer = [i for i in wrt if i >= op.carried]
     chosen, outside = [*moved, *outer], [tangents[i] for i in outer]
 
     def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

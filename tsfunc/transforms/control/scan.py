@@ -145,14 +145,14 @@ def _scan_again(
 
 
 @derivative_rule(Pullback, Scan)
-def _pulled(op: Scan, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(op: Scan, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
     """Scan for the carries, and scan back with the pullback of a step."""
     given = DerivativeOperands.of(operands, count, len(of))
     stop = op.carried + op.along
     carry, along = given.inputs[: op.carried], given.inputs[op.carried : stop]
     (body,) = op.bodies
     return pull_back_through(
-        body, (carry, along, (*given.inputs[stop:], *given.numbers)), by,
+        body, (carry, along, (*given.inputs[stop:], *given.numbers)), wrt,
         dict(zip(of, given.derivatives, strict=True)), op.length, op.reverse,
     )  # fmt: skip
 
@@ -160,17 +160,17 @@ def _pulled(op: Scan, count: int, by: Sequence[int], of: Sequence[int], *operand
 def pull_back_through(
     step: Callable[..., Sequence[Any]],
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
-    by: Sequence[int],
+    wrt: Sequence[int],
     cotangents: Mapping[int, Any],
     length: int | None,
     reverse: bool,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of a scan's operands ``by``.
+    """Return the cotangents of a scan's operands ``wrt``.
 
     Args:
         step: takes a carry, slices, and the other operands; returns the next carry and more.
         operands: the first carry, the scanned tensors, and the other operands.
-        by: the positions of the operands that it is differentiated by.
+        wrt: the positions of the operands that it is differentiated by.
         cotangents: the cotangents of the last carry and of the stacked results, by position.
         length: the number of steps, if nothing is scanned.
         reverse: True if the scan begins with the last slice.
@@ -185,7 +185,7 @@ def pull_back_through(
     xs = tuple(along) or None
     _, saved = scan(save, tuple(carry), xs, length, reverse)
     moved = [i for i, x in enumerate(carry) if differentiable(x)]
-    others = [i for i in by if i >= carried]
+    others = [i for i in wrt if i >= carried]
     outer = [i for i in others if i >= stop]
     stacked = {j: ct for j, ct in cotangents.items() if j >= carried}
     count = stop + len(rest)
@@ -208,19 +208,19 @@ def pull_back_through(
     )
     results = dict(zip([*moved, *outer], [*state[0], *state[1]], strict=True))
     results |= dict(zip([i for i in others if i < stop], slices, strict=True))
-    return tuple(results[i] for i in by)
+    return tuple(results[i] for i in wrt)
 
 
 @derivative_rule(Pushforward, Scan)
-def _pushed(op: Scan, count: int, by: Sequence[int], *operands: Any) -> Any:
+def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Scan with a carry of values and tangents."""
-    given = DerivativeOperands.of(operands, count, len(by))
+    given = DerivativeOperands.of(operands, count, len(wrt))
     carried, stop = op.carried, op.carried + op.along
     carry, along, rest = given.inputs[:carried], given.inputs[carried:stop], given.inputs[stop:]
-    tangents = dict(zip(by, given.derivatives, strict=True))
+    tangents = dict(zip(wrt, given.derivatives, strict=True))
     moved = [i for i, x in enumerate(carry) if differentiable(x)]
-    scanned = [i for i in by if carried <= i < stop]
-    outer = [i for i in by if i >= stop]
+    scanned = [i for i in wrt if carried <= i < stop]
+    outer = [i for i in wrt if i >= stop]
     (body,) = op.bodies
 
     chosen = [*moved, *scanned, *outer]
@@ -466,16 +466,16 @@ def _associative_scan_again(
 
 @derivative_rule(Pullback, AssociativeScan)
 def _pulled_prefixes(
-    op: AssociativeScan, count: int, by: Sequence[int], of: Sequence[int], *operands: Any
+    op: AssociativeScan, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any
 ) -> Any:
     """Pull back through a scan that combines the slices one after the other."""
-    return pull_back(functools.partial(_in_order, op), count, by, of, *operands)
+    return pull_back(functools.partial(_in_order, op), count, wrt, of, *operands)
 
 
 @derivative_rule(Pushforward, AssociativeScan)
-def _pushed_prefixes(op: AssociativeScan, count: int, by: Sequence[int], *operands: Any) -> Any:
+def _pushed_prefixes(op: AssociativeScan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Push forward through a scan that combines the slices one after the other."""
-    return push_forward(functools.partial(_in_order, op), count, by, *operands)
+    return push_forward(functools.partial(_in_order, op), count, wrt, *operands)
 
 
 def _in_order(op: AssociativeScan, *operands: Any) -> tuple[Any, ...]:

@@ -104,26 +104,26 @@ def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> C
 
 
 def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
-    encoded = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
+    encoded = {"of": encode_control(op.op, graph), "count": op.count, "wrt": list(op.wrt)}
     return {**encoded, "results": list(op.of)} if isinstance(op, Pullback) else encoded
 
 
 def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, count_field, by_field, results = field.record(
-        "kind", "name", "of", "count", "by", "results"
+    _, _, of, count_field, wrt_field, results = field.record(
+        "kind", "name", "of", "count", "wrt", "results"
     )
     given = [at.integer(0, 1 << 20) for at in results.items()]
     count = _count(count_field, kinds, len(given))
     op = _inner(of, graph, kinds, count, len(given))
-    return Pullback(op, count, _positions(by_field, count), given)
+    return Pullback(op, count, _positions(wrt_field, count), given)
 
 
 def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, count_field, by_field = field.record("kind", "name", "of", "count", "by")
-    by = [at.integer(0, 1 << 20) for at in by_field.items()]
-    count = _count(count_field, kinds, len(by))
-    op = _inner(of, graph, kinds, count, len(by))
-    return Pushforward(op, count, _positions(by_field, count))
+    _, _, of, count_field, wrt_field = field.record("kind", "name", "of", "count", "wrt")
+    wrt = [at.integer(0, 1 << 20) for at in wrt_field.items()]
+    count = _count(count_field, kinds, len(wrt))
+    op = _inner(of, graph, kinds, count, len(wrt))
+    return Pushforward(op, count, _positions(wrt_field, count))
 
 
 def _count(field: Field, kinds: Kinds, more: int) -> int:
@@ -250,11 +250,11 @@ def _decode_checkpoint(field: Field, name: str, graph: DecodeGraph, kinds: Kinds
     return CheckpointCall(body, _decode_policy(policy, graph.made_with), random.flag())
 
 
-def _encode_once(op: RecomputedCall, graph: EncodeGraph) -> dict[str, Any]:
+def _encode_recompute(op: RecomputedCall, graph: EncodeGraph) -> dict[str, Any]:
     return {"bodies": encode_bodies(op, graph)}
 
 
-def _decode_once(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+def _decode_recompute(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
     *_, bodies = field.record("kind", "name", "bodies")
     return RecomputedCall(name, [_single(bodies, graph, kinds)])
 
@@ -350,7 +350,7 @@ def register_all() -> None:
         ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
         ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
         ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint),
-        ControlKind("once", RecomputedCall, _encode_once, _decode_once),
+        ControlKind("recompute", RecomputedCall, _encode_recompute, _decode_recompute),
         ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed),
         ControlKind("states", RandomStates, _encode_states, _decode_states),
         ControlKind("function", FunctionCall, encode_call, decode_call),
