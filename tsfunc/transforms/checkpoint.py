@@ -168,7 +168,7 @@ class RecomputedCall(ControlFlowOperator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return self.bodies[0](*operands)
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         return writer.inline(self.bodies[0], operands)
 
     def expanded(self) -> Body:
@@ -188,7 +188,7 @@ class CheckpointCall(RecomputedCall):
         )
         return results
 
-    def flow(
+    def result_axes(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
     ) -> list[Axes]:
         return through(self.bodies[0], operands)

@@ -136,7 +136,7 @@ def call_whole_batch(
     recorded = [
         isinstance(x, BatchTracer) and x.dispatch_level is level and is_recorded(x) for x in tensors
     ]
-    plan = _Plan(whole, level, recorded)
+    plan = _BatchCall(whole, level, recorded)
     if not any(recorded):
         return plan.run(tensors)
     lifted = [
@@ -177,7 +177,7 @@ def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBat
 
 
 @dataclass(eq=False)
-class _Plan:
+class _BatchCall:
     """A call: the function, the level, and flags of the tensors to differentiate by.
 
     Tensors with cotangents are passed to the function batched, since their cotangents are batched.
@@ -220,7 +220,7 @@ class _RecordedBatchCall(Function):
     """A recorded call in the autograd graph of the vmap's own level."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, grad_mode: bool, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: _BatchCall, grad_mode: bool, *tensors: Any) -> Any:
         ctx.plan = plan
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)

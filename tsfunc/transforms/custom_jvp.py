@@ -117,7 +117,7 @@ class custom_jvp(Rule[Result]):
         args = self.positional(args, kwargs)
         if _is_transposed(args):
             return self.func(*args)
-        out: Result = self.differentiated(args)
+        out: Result = self.call_differentiably(args)
         return out
 
     def pushed(
@@ -131,7 +131,7 @@ class custom_jvp(Rule[Result]):
             zero_from_primal(x, symbolic) if t is None else t
             for t, x in zip(tangents, operands, strict=False)
         ]
-        directions = call.of_rest(given, zero_from_primal)
+        directions = call.arguments_with(given, zero_from_primal)
         if symbolic:
             zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
             positions = call.positions[: call.count]
@@ -210,11 +210,11 @@ class _Jvp(RuleFunction):
     @staticmethod
     def forward(ctx: Any, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> Any:
         rule = call.rule
-        out, ctx.depends = call.watched(
+        out, ctx.depends = call.call_detached(
             lambda fixed, rest: rule.func(*rule.whole(fixed, rest)), sizes, operands
         )
         ctx.call, ctx.sizes = call, sizes
-        return RuleFunction.finish(ctx, call, operands, (), out)
+        return RuleFunction.save_for_derivatives(ctx, call, operands, (), out)
 
     @staticmethod
     @restoring_thread_state
@@ -237,7 +237,7 @@ class _Jvp(RuleFunction):
             )
 
         if of and by:
-            with call.seeing(operands):
+            with call.substituting_consts(operands):
                 _, pull = vjp(pushed, *[torch.zeros_like(operands[i]) for i in by])
                 for i, value in zip(by, pull(tuple(cotangents[i] for i in of)), strict=True):
                     pulled[i] = value
@@ -248,8 +248,8 @@ class _Jvp(RuleFunction):
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
         call, operands = ctx.call, ctx.saved_tensors
         if ctx.depends and tangents[-1] is not None:
-            call.refuse_hidden()
-        with call.seeing(operands):
+            call.raise_undefined()
+        with call.substituting_consts(operands):
             pushed = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
         # torch needs dense zeros for the tangents of results.
         pairs = zip(pushed, call.results, strict=True)

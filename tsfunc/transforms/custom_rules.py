@@ -119,14 +119,14 @@ class RuleCall:
             leaves[position] = size
         return leaves
 
-    def of_rest(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
+    def arguments_with(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
         """Return the differentiated arguments with other tensors; ``other`` maps the rest."""
         leaves = [other(leaf) for leaf in self.leaves[: self.tree[0].num_leaves]]
         for position, tensor in zip(self.positions[: self.count], tensors, strict=True):
             leaves[position] = tensor
         return pytrees.unflatten(self.tree[0], leaves)
 
-    def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
+    def substituting_consts(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
         """Context manager: the rules see the operands in place of closed-over tensors.
 
         The mesh axes of the call are bound, even in a later backward pass.
@@ -135,7 +135,7 @@ class RuleCall:
         seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
         return _both(self.axes.bound(), seen) if self.axes.levels else seen
 
-    def watched(
+    def call_detached(
         self, func: Callable[[Any, Any], Any], sizes: Sequence[Any], operands: Sequence[Any]
     ) -> tuple[Any, bool]:
         """Call the function, or its ``fwd`` rule, in the forward of an ``autograd.Function``.
@@ -143,7 +143,7 @@ class RuleCall:
         Returns:
             The result, and True if it depends on a tensor that the rule does not differentiate by.
         """
-        with self.seeing(operands):
+        with self.substituting_consts(operands):
             if not any(self.hidden):
                 returned = func(*self.arguments(sizes, operands))
                 return pytrees.tree_map(as_seen_by_current_level, returned), False
@@ -179,7 +179,7 @@ class RuleCall:
         name = self.rule.parameter(number)
         return name + "".join(f"[{key!r}]" for key in path)
 
-    def refuse_hidden(self) -> None:
+    def raise_undefined(self) -> None:
         raise UndefinedDerivativeError(_undefined(self))
 
 
@@ -211,7 +211,7 @@ class _Undefined(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         if cotangent is not None:
-            ctx.call.refuse_hidden()
+            ctx.call.raise_undefined()
         return (None,) * len(ctx.needs_input_grad)
 
     @staticmethod
@@ -223,15 +223,17 @@ class RuleFunction(Function):
     """The call of a function with a rule, as an ``autograd.Function`` of the operands."""
 
     @classmethod
-    def outline(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def primal_results(
+        cls, call: RuleCall, sizes: Sequence[Any], *operands: Any
+    ) -> tuple[Any, ...]:
         """Return the result without a derivative: for traces, which do not call the rule yet."""
-        with call.seeing(operands):
+        with call.substituting_consts(operands):
             fixed, rest = call.arguments(sizes, operands)
             out = call.rule.func(*call.rule.whole(fixed, rest))
             return call.result_tensors(pytrees.tree_map(as_seen_by_current_level, out), operands)
 
     @classmethod
-    def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def run_recorded(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """Run a recorded call, and check that its results are as they were when it was recorded."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
@@ -254,7 +256,7 @@ class RuleFunction(Function):
             return results
         call.perturbed = [is_perturbed(x) for x in operands]
         if not is_differentiated(call):
-            return cls.outline(call, sizes, *operands)
+            return cls.primal_results(call, sizes, *operands)
         if any(call.hidden):
             pairs = zip(operands[call.count :], call.hidden, strict=True)
             guard = apply(_Undefined, call, *[x for x, hidden in pairs if hidden])
@@ -263,7 +265,7 @@ class RuleFunction(Function):
         return results
 
     @staticmethod
-    def finish(
+    def save_for_derivatives(
         ctx: Any, call: RuleCall, operands: Sequence[Any], residuals: Sequence[Any], out: Any
     ) -> tuple[Any, ...]:
         """Save tensors for the derivatives of a call, and return the tensors of its result."""
@@ -444,17 +446,17 @@ class Rule(Generic[Result]):
         """Return the function and its rules, which may close over tensors."""
         return (self.func,)
 
-    def differentiated(self, args: tuple[Any, ...]) -> Any:
+    def call_differentiably(self, args: tuple[Any, ...]) -> Any:
         """Run a call that may be differentiated."""
         args = pytrees.tree_map(as_seen_by_current_level, args)
-        call, sizes, operands = self.prepared(args)
+        call, sizes, operands = self.prepare_call(args)
         if trace_of(operands) is None:
             call.perturbed = [is_perturbed(x) for x in operands]
             if not is_differentiated(call):
                 return self.func(*args)
         return call.result(self.kind.run(call, sizes, operands))
 
-    def prepared(self, args: tuple[Any, ...]) -> tuple[RuleCall, Sequence[Any], Sequence[Any]]:
+    def prepare_call(self, args: tuple[Any, ...]) -> tuple[RuleCall, Sequence[Any], Sequence[Any]]:
         """Return a call, the symbolic sizes among its arguments, and its operands."""
         fixed, rest = self.fixed(args)
         leaves, tree = pytrees.flatten(rest)

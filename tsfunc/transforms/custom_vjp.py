@@ -96,7 +96,7 @@ class custom_vjp(Rule[Result]):
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
-        out: Result = self.differentiated(self.positional(args, kwargs))
+        out: Result = self.call_differentiably(self.positional(args, kwargs))
         return out
 
     def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
@@ -155,14 +155,14 @@ class _Vjp(RuleFunction):
             return out
 
         kept: list[Any] = []
-        out, ctx.depends = call.watched(forward, sizes, operands)
+        out, ctx.depends = call.call_detached(forward, sizes, operands)
         (residuals,) = kept
         leaves, tree = pytrees.flatten(residuals)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.call, ctx.sizes, ctx.tree, ctx.at = call, sizes, tree, at
         ctx.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.count = len(operands)
-        return RuleFunction.finish(ctx, call, operands, [leaves[i] for i in at], out)
+        return RuleFunction.save_for_derivatives(ctx, call, operands, [leaves[i] for i in at], out)
 
     @staticmethod
     @restoring_thread_state
@@ -171,7 +171,7 @@ class _Vjp(RuleFunction):
         operands, kept = saved[: ctx.count], saved[ctx.count :]
         if all(ct is None for ct in cotangents):
             return (None,) * (2 + len(operands))
-        with call.seeing(operands):
+        with call.substituting_consts(operands):
             fixed, rest = call.arguments(sizes, operands)
             if torch.is_grad_enabled():
                 # Under create_graph, the residuals must be functions of the arguments.
@@ -189,9 +189,9 @@ class _Vjp(RuleFunction):
         """Transpose the pullback, which is linear in the cotangent."""
         call = ctx.call
         if ctx.depends and tangents[-1] is not None:
-            call.refuse_hidden()
+            call.raise_undefined()
         operands = ctx.saved_tensors[: ctx.count]
-        with call.seeing(operands), at_level_of((*operands, *tangents)):
+        with call.substituting_consts(operands), at_level_of((*operands, *tangents)):
             return _pushed(call, ctx.sizes, operands, tangents[: call.count])
 
 

@@ -90,7 +90,7 @@ class custom_vmap(Rule[Result]):
 
     def on_unbatched(self, *args: Any) -> Any:
         """Call the function on unbatched arguments; a trace records the call with its rule."""
-        call, sizes, operands = self.prepared(args)
+        call, sizes, operands = self.prepare_call(args)
         if trace_of(operands) is None:
             return self.func(*args)
         return call.result(apply(self.kind, call, sizes, *operands))
@@ -152,8 +152,8 @@ class _UnbatchedCall(RuleFunction):
     """A call in a trace; when the program runs, it calls the user's function again."""
 
     @classmethod
-    def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
-        with call.seeing(operands):
+    def run_recorded(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        with call.substituting_consts(operands):
             fixed, rest = call.arguments(sizes, operands)
             leaves = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))

@@ -45,7 +45,7 @@ class Linear:
             return transpose(lambda *v: tuple(self.product(v, consts)), values)
 
         other = Linear(self.label, self.count, product, self.transposed, self.solve)
-        return _conjugated(solved(other, _conjugated(ct), consts)[: self.count])
+        return _conjugated(solve_equation(other, _conjugated(ct), consts)[: self.count])
 
     def pull(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
@@ -62,7 +62,7 @@ class Linear:
         rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
         if moved is not None:
             rhs = [r - m for r, m in zip(rhs, moved, strict=True)]
-        return solved(self, rhs, consts)[: self.count]
+        return solve_equation(self, rhs, consts)[: self.count]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Root:
         moved = _pushed(lambda own: self.residual(x, own), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
-        return solved(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
+        return solve_equation(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
 
 
 def _conjugated(values: Values) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ class SolverCall:
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
-def solved(equation: Linear | Root, given: Values, consts: Values) -> list[Any]:
+def solve_equation(equation: Linear | Root, given: Values, consts: Values) -> list[Any]:
     """Return the solution, followed by the solver's other results.
 
     Args:
@@ -176,12 +176,12 @@ def solved(equation: Linear | Root, given: Values, consts: Values) -> list[Any]:
         consts: the values that the equation's functions close over.
     """
     call = SolverCall(equation)
-    apply: Any = Solved.apply
+    apply: Any = SolveFunction.apply
     tensors = iter(apply(call, *given, *consts))
     return [next(tensors) if x is TENSOR else x for x in call.rest]
 
 
-class Solved(Function):
+class SolveFunction(Function):
     @staticmethod
     def forward(call: SolverCall, *values: Any) -> Any:
         count = call.equation.count
@@ -210,13 +210,13 @@ class Solved(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        x, consts = Solved.parts(ctx)
+        x, consts = SolveFunction.parts(ctx)
         given, others = ctx.call.equation.pull(x, cotangents[: len(x)], consts)
         return (None, *given, *others)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        x, consts = Solved.parts(ctx)
+        x, consts = SolveFunction.parts(ctx)
         pushed = ctx.call.equation.push(x, tangents[: len(x)], consts, tangents[len(x) :])
         others = ctx.call.rest.count(TENSOR) - len(x)
         return (*pushed, *[None] * others)

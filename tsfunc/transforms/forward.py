@@ -238,7 +238,7 @@ def _push(
         refuse_unrecorded(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
-            value, tangent = _apart(leaf, level)
+            value, tangent = _primal_and_tangent(leaf, level)
             if tangent is None:
                 if strict:
                     raise RuntimeError(
@@ -254,7 +254,7 @@ def _push(
     return (*results, aux) if has_aux else results
 
 
-def _apart(
+def _primal_and_tangent(
     value: torch.Tensor, level: TracerLevel | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a primal and its tangent at a level; the tangent is None if there is none.
@@ -270,7 +270,7 @@ def _apart(
 
 
 def _primal(value: Any, level: TracerLevel | None) -> Any:
-    return _apart(value, level)[0] if isinstance(value, torch.Tensor) else value
+    return _primal_and_tangent(value, level)[0] if isinstance(value, torch.Tensor) else value
 
 
 def _by_double_backward(

@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, converted
-from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solved, transpose
+from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solve_equation, transpose
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
 
@@ -85,7 +85,7 @@ def linear_solve(
         return unknown.tree(transpose(lambda *x: tuple(product(*x)), given))
 
     operator = matvec if symmetric else transposed
-    other = transpose_solve or unknown.solved_densely
+    other = transpose_solve or unknown.dense_solver
     functions = [
         product,
         unknown.solver("solve", solve, matvec),
@@ -150,7 +150,7 @@ def implicit_root(
             leaves = unknown.leaves("the argument of the derivative of f", tangent, root)
             return unknown.tree(jvp(lambda *x: tuple(residual(*x)), root, tuple(leaves))[1])
 
-        solver = tangent_solve or unknown.densely
+        solver = tangent_solve or unknown.solve_densely
         return unknown.leaves("tangent_solve", solver(derivative, unknown.tree(given)))
 
     return unknown.result(Root, [residual, unknown.solver("solve", solve, f), pushed])
@@ -206,7 +206,7 @@ class _Unknown:
 
         return run
 
-    def densely(self, derivative: Callable[[Any], Any], given: Any) -> Any:
+    def solve_densely(self, derivative: Callable[[Any], Any], given: Any) -> Any:
         """Return the solution of a linear equation, computed with the matrix of its function."""
         sizes = [x.numel() for x in self.flat]
 
@@ -221,9 +221,9 @@ class _Unknown:
         parts = zip(solution.split(sizes), self.flat, strict=True)
         return self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
 
-    def solved_densely(self, operator: Callable[[Any], Any], given: Any) -> Any:
+    def dense_solver(self, operator: Callable[[Any], Any], given: Any) -> Any:
         """Solve densely, with the signature of a user's solver; the auxiliary part is None."""
-        solution = self.densely(operator, given)
+        solution = self.solve_densely(operator, given)
         return (solution, None) if self.has_aux else solution
 
     def result(self, kind: Any, functions: Sequence[Callable[..., Any]]) -> Any:
@@ -244,7 +244,9 @@ class _Unknown:
                     consts.setdefault(id(value), value)
                 parts.append(_with_consts(graph, [list(consts).index(id(x)) for x in graph.closed]))
                 self.structure = graph.tree if i == 1 else self.structure
-        leaves = solved(kind(self.label, len(self.flat), *parts), self.flat, [*consts.values()])
+        leaves = solve_equation(
+            kind(self.label, len(self.flat), *parts), self.flat, [*consts.values()]
+        )
         x, aux = pytrees.unflatten(self.structure, leaves)
         return (self.tree(x), aux) if self.has_aux else self.tree(x)
 

@@ -189,7 +189,7 @@ def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
 
 
-class NestedInput(RuntimeError):
+class NestedInputError(RuntimeError):
     """Internal error: an input is a nested tensor, which has no single size to match."""
 
 
@@ -219,7 +219,7 @@ def mapped(
             at.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in _DENSE and is_nested(value):
-            raise NestedInput
+            raise NestedInputError
         shape = value.shape  # a strided nested tensor raises RuntimeError here
         rank = len(shape)
         if not -rank <= dim < rank:

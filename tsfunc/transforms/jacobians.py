@@ -31,7 +31,7 @@ from tsfunc.transforms.vmap import vmap
 from tsfunc.user_code import folding
 
 
-def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _basis_vectors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return a stack of tangents for each tensor: together the unit vectors of all entries."""
     total = sum(x.numel() for x in tensors)
     bases, start = [], 0
@@ -55,7 +55,7 @@ def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     return units
 
 
-def _of_leaves(
+def _flat_function(
     api: str, func: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
 ) -> tuple[list[torch.Tensor], Any, Callable[..., Any]]:
     """Return the flat arguments to differentiate by, their structure, and the function of them."""
@@ -144,7 +144,7 @@ def jacrev(
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if chunks != "auto" and (other := delegate("jacrev")) is not None:
             return other(func, argnums, has_aux=has_aux, chunk_size=chunks)(*args, **kwargs)
-        flat, spec, of_leaves = _of_leaves("jacrev", func, argnums, args, kwargs)
+        flat, spec, of_leaves = _flat_function("jacrev", func, argnums, args, kwargs)
         out, pull, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
         outs, out_spec = flatten_tensors("jacrev", "the output", out)
         refuse_complex("jacrev", "outputs", outs)
@@ -154,9 +154,9 @@ def jacrev(
 
         if chunk_size == 1 or any(map(is_dtensor, outs)):
             # A batch of plain cotangents can't be replicated as DTensors.
-            rows = _one_by_one(pull_flat, outs)
+            rows = _rows_without_vmap(pull_flat, outs)
         elif chunks is None:
-            rows = vmap(pull_flat)(_bases(outs))
+            rows = vmap(pull_flat)(_basis_vectors(outs))
         else:
             # Each chunk makes its rows of the basis; the whole basis has the square of the
             # output's size.
@@ -172,13 +172,13 @@ def jacrev(
     return jacobian
 
 
-def _one_by_one(
+def _rows_without_vmap(
     pull: Callable[[Sequence[torch.Tensor]], Any], outs: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Compute the rows without vmap, for backward passes that can't be batched."""
     numbers = torch.arange(sum(out.numel() for out in outs))
     if not len(numbers):
-        rows: Sequence[torch.Tensor] = vmap(pull)(_bases(outs))
+        rows: Sequence[torch.Tensor] = vmap(pull)(_basis_vectors(outs))
         return rows
     pulled = [pull(_unit(number, outs)) for number in numbers]
     return [torch.stack(entries) for entries in zip(*pulled, strict=True)]
@@ -235,14 +235,14 @@ def jacfwd(
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("jacfwd")) is not None:
             return other(func, argnums, has_aux, randomness=randomness)(*args, **kwargs)
-        flat, spec, of_leaves = _of_leaves("jacfwd", func, argnums, args, kwargs)
+        flat, spec, of_leaves = _flat_function("jacfwd", func, argnums, args, kwargs)
 
         def push(directions: Sequence[torch.Tensor]) -> Any:
             out, tangent, *rest = jvp(of_leaves, tuple(flat), tuple(directions), has_aux=has_aux)
             refuse_complex("jacfwd", "outputs", pytrees.leaves_of(out))
             return (tangent, *rest)
 
-        columns, *rest = _with_unmapped_aux(push, randomness)(_bases(flat))
+        columns, *rest = _with_unmapped_aux(push, randomness)(_basis_vectors(flat))
         leaves, out_spec = pytrees.flatten(columns)
         nested = [pytrees.unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
         result = pytrees.unflatten(out_spec, nested)

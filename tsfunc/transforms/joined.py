@@ -34,7 +34,7 @@ class Joined:
         self.spec = spec
         self.size = size
         self._tree: optree.PyTreeSpec | None = None
-        self._leaves: list[_JoinedLeaf] = []
+        self._leaves: list[_LeafJoiner] = []
 
     @property
     def kept(self) -> int:
@@ -71,7 +71,7 @@ class Joined:
         )
 
 
-class _JoinedLeaf(Protocol):
+class _LeafJoiner(Protocol):
     """Joiner of one leaf of the results."""
 
     @property
@@ -88,17 +88,17 @@ class _JoinedLeaf(Protocol):
         """Return the value for all examples."""
 
 
-def _leaf(value: Any, dim: int | None, size: int) -> _JoinedLeaf:
+def _leaf(value: Any, dim: int | None, size: int) -> _LeafJoiner:
     if dim is None or not isinstance(value, torch.Tensor):
-        return _Once(value)
+        return _SharedValue(value)
     dim %= value.dim()
     plain = type(value) in _PLAIN and value.layout is torch.strided
     if plain and not value.requires_grad and not can_carry_tangents():
-        return _Copied(value, dim, size)
+        return _CopyingJoiner(value, dim, size)
     return _PartsJoiner(value, dim)
 
 
-class _Once:
+class _SharedValue:
     """Joiner of a value that is the same for all examples: the first chunk's value."""
 
     def __init__(self, value: Any) -> None:
@@ -144,7 +144,7 @@ class _PartsJoiner:
         return whole
 
 
-class _Copied:
+class _CopyingJoiner:
     """Joiner that copies the parts into one tensor with the memory layout of the first part."""
 
     def __init__(self, value: torch.Tensor, dim: int, size: int) -> None:

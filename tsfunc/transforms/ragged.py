@@ -130,10 +130,10 @@ def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, 
             chunk, group = group.tensor_split([sizes.next()])
             with sizes.running(len(chunk)):
                 runner.add(chunk)
-    return put_together(spec, runner.finish(), sources)
+    return join_results(spec, runner.finish(), sources)
 
 
-def put_together(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any]) -> Any:
+def join_results(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any]) -> Any:
     """Return the results of all parts, in the order of the examples."""
     nested = [source.value for source in sources if isinstance(source, Nested)]
     single = bool(nested) or any(part.reads_values for part in parts)

@@ -116,7 +116,7 @@ def shard_map(
     _check_option("outputs", outputs, ("global", "local", "dtensor"))
     _check_option("check", check, ("programs", "calls", "values", None))
 
-    plans = _Plans("in_specs", in_specs), _Plans("out_specs", out_specs)
+    plans = _ExchangePlans("in_specs", in_specs), _ExchangePlans("out_specs", out_specs)
 
     @outside_dynamo
     @folding("shard_map", func)
@@ -308,7 +308,7 @@ def _check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
         )
 
 
-class _LeafPlan(NamedTuple):
+class _LeafExchanges(NamedTuple):
     """The exchanges that a spec stands for.
 
     Attributes:
@@ -329,7 +329,7 @@ class _LeafPlan(NamedTuple):
         return all(dim < len(shape) and not shape[dim] % parts for dim, parts in self.parts)
 
 
-class _Plans:
+class _ExchangePlans:
     """The exchanges of all leaves, by the structure of the arguments or results.
 
     Args:
@@ -339,9 +339,9 @@ class _Plans:
 
     def __init__(self, name: str, specs: Any) -> None:
         self.name, self.specs = f"shard_map: {name}", specs
-        self._known: dict[Any, list[_LeafPlan]] = {}
+        self._known: dict[Any, list[_LeafExchanges]] = {}
 
-    def of(self, tree: Any, value: Any, levels: Mapping[str, MeshLevel]) -> list[_LeafPlan]:
+    def of(self, tree: Any, value: Any, levels: Mapping[str, MeshLevel]) -> list[_LeafExchanges]:
         """Return the plan of each leaf.
 
         Args:
@@ -357,7 +357,7 @@ class _Plans:
             sizes = {name: level.batch_size for name, level in levels.items()}
             specs = match_specs(self.name, self.specs, value, sizes)
             known = [
-                _LeafPlan(
+                _LeafExchanges(
                     spec,
                     tuple((dim, name) for dim, names in spec.dims() for name in names),
                     tuple(name for name in levels if name not in spec.names),
@@ -401,7 +401,11 @@ _UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
 def _shards(
-    args: tuple[Any, ...], plans: _Plans, levels: Mapping[str, MeshLevel], inputs: str, mesh: Any
+    args: tuple[Any, ...],
+    plans: _ExchangePlans,
+    levels: Mapping[str, MeshLevel],
+    inputs: str,
+    mesh: Any,
 ) -> Any:
     """Return the arguments as shards for the body."""
     flat, tree = pytrees.flatten(args)
@@ -423,7 +427,7 @@ def _shards(
 
 
 def _put_together(
-    out: Any, plans: _Plans, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
+    out: Any, plans: _ExchangePlans, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
 ) -> Any:
     """Return the results in the form that ``outputs`` names."""
     flat, tree = pytrees.flatten(out)

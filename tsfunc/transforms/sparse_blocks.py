@@ -21,7 +21,7 @@ from tsfunc.transforms.arguments import (
 
 
 @dataclass(frozen=True)
-class Outline:
+class ResultShape:
     """The shape and dtype of a result tensor."""
 
     shape: torch.Size
@@ -46,9 +46,9 @@ class Blocks:
     vector: torch.Tensor
     function: Callable[[torch.Tensor], torch.Tensor]
     inputs: tuple[Sequence[torch.Tensor], Any]
-    outputs: tuple[Sequence[Outline], Any] = ((), None)
+    outputs: tuple[Sequence[ResultShape], Any] = ((), None)
 
-    def of_each(self, block: Callable[[int, int, Outline, torch.Tensor], Any]) -> Any:
+    def map_blocks(self, block: Callable[[int, int, ResultShape, torch.Tensor], Any]) -> Any:
         """Apply a function to each block, and return the results in the structure of ``jacrev``.
 
         Args:
@@ -66,8 +66,8 @@ class Blocks:
             row += out.numel()
         return pytrees.unflatten(self.outputs[1], rows)
 
-    def within(
-        self, pairs: torch.Tensor, row: int, column: int, out: Outline, x: torch.Tensor
+    def block_entries(
+        self, pairs: torch.Tensor, row: int, column: int, out: ResultShape, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mask of a block's entries, and their positions in the block."""
         rows, columns = pairs[0] - row, pairs[1] - column
@@ -100,7 +100,7 @@ def blocks_of(
         out, _ = split_aux(api, func(*given, **kwargs), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_complex(api, "outputs", leaves)
-        blocks.outputs = [Outline(x.shape, x.dtype) for x in leaves], out_spec
+        blocks.outputs = [ResultShape(x.shape, x.dtype) for x in leaves], out_spec
         return torch.cat([x.reshape(-1) for x in leaves])
 
     blocks = Blocks(torch.cat([x.reshape(-1) for x in tensors]), function, (tensors, spec))
@@ -117,7 +117,7 @@ def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
     with torch.no_grad():
         blocks.function(blocks.vector)
     leaves, spec = pytrees.flatten(sparsity)
-    expected, structure = pytrees.flatten(blocks.of_each(lambda row, column, out, x: None))
+    expected, structure = pytrees.flatten(blocks.map_blocks(lambda row, column, out, x: None))
     if spec != structure:
         raise ValueError(
             f"{api}: sparsity must be a matrix of the numbers of entries, or have the structure of "

@@ -25,7 +25,7 @@ from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
-from tsfunc.transforms.sparse_blocks import Blocks, Outline, blocks_of, joined_pattern
+from tsfunc.transforms.sparse_blocks import Blocks, ResultShape, blocks_of, joined_pattern
 from tsfunc.transforms.vmap import vmap
 
 API = "sparse_jacobian"
@@ -95,17 +95,17 @@ def sparse_jacobian(
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
         pairs, values = entries(blocks)
 
-        def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
-            own, positions = blocks.within(pairs, row, column, out, x)
+        def block(row: int, column: int, out: ResultShape, x: torch.Tensor) -> torch.Tensor:
+            own, positions = blocks.block_entries(pairs, row, column, out, x)
             entries = values[own.to(values.device)].to(out.dtype)
             return _laid_out(positions, entries, out.shape, x.shape, layout)
 
-        jacobian = blocks.of_each(block)
+        jacobian = blocks.map_blocks(block)
         return (jacobian, func(*args, **kwargs)[1]) if has_aux else jacobian
 
     def entries(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions and values of the entries that may be nonzero."""
-        pairs = pattern_of(blocks) if sparsity is None else _given(blocks, sparsity)
+        pairs = pattern_of(blocks) if sparsity is None else _given_pattern(blocks, sparsity)
         columns, rows = colors(pairs), colors(pairs.flip(0))
         forward = mode == "forward" or (mode is None and _count(columns) <= _count(rows))
         by, chosen = (_by_columns, columns) if forward else (_by_rows, rows)
@@ -152,11 +152,11 @@ def jacobian_sparsity(
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
         pairs = pattern_of(blocks)
 
-        def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
-            own, positions = blocks.within(pairs, row, column, out, x)
+        def block(row: int, column: int, out: ResultShape, x: torch.Tensor) -> torch.Tensor:
+            own, positions = blocks.block_entries(pairs, row, column, out, x)
             return _coo(positions, own[own], out.shape, x.shape)
 
-        return blocks.of_each(block)
+        return blocks.map_blocks(block)
 
     return pattern
 
@@ -176,7 +176,7 @@ def pattern_of(blocks: Blocks) -> torch.Tensor:
         return dependence(graph.graph, [any_values, *graph.closed])
 
 
-def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
+def _given_pattern(blocks: Blocks, sparsity: Any) -> torch.Tensor:
     """Return the rows and columns of the entries of a given pattern."""
     tensors = blocks.inputs[0]
     one = len(tensors) == 1

@@ -107,7 +107,7 @@ class Runner:
         self._runs = 0
         self._copying = False
         self._parts: list[GroupResult] = []
-        self._written: list[_Written] = []
+        self._written: list[_WrittenArgument] = []
 
     def add(self, group: torch.Tensor) -> None:
         """Run the function for a group of examples, and for the groups that split off from it."""
@@ -144,7 +144,7 @@ class Runner:
         self._parts.append(GroupResult(level.subset, out, level.reads_values))
         for i, source in enumerate(self.sources):
             if i in level.written or (single and level.copying and was_written(inputs[i])):
-                self._written.append(_Written(source, level, level.subset, inputs[i]))
+                self._written.append(_WrittenArgument(source, level, level.subset, inputs[i]))
         return level.put_off
 
     def finish(self) -> list[GroupResult]:
@@ -203,7 +203,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenArgument:
     """An argument that the function wrote into."""
 
     source: InputSource

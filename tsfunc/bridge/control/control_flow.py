@@ -57,7 +57,7 @@ class NoTorchOperator(Exception):
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class ReducedOperator:
     """An operator without the operands and results of another one that are not used.
 
     Attributes:
@@ -103,7 +103,7 @@ class ControlFlow:
         inner = [op for op in targets if isinstance(op, ControlFlow)]
         return list(dict.fromkeys(op.name for op in inner if not isinstance(op, RandomStates)))
 
-    def steps(self, operands: Sequence[Any]) -> int:
+    def run_count(self, operands: Sequence[Any]) -> int:
         """Return the number of times that a call runs its bodies; 1 if it depends on data.
 
         Args:
@@ -111,7 +111,7 @@ class ControlFlow:
         """
         return 1
 
-    def flow(
+    def result_axes(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
     ) -> list[Axes] | None:
         """Return the mesh axes along which each result differs, or None if that is not known.
@@ -125,7 +125,7 @@ class ControlFlow:
         """
         return None
 
-    def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operator as torch's own (``program.torch_operators``) and return its results.
 
         Raises:
@@ -133,7 +133,7 @@ class ControlFlow:
         """
         raise NoTorchOperator(self.name)
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator | None:
         """Return the operator without unused operands and results, or None if it can't be reduced.
 
         Args:

@@ -199,7 +199,7 @@ def _frames_inside(values: Sequence[Any], level: TracerLevel) -> list[Frame]:
 
 def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
     """Return a layout with the batch dims of inner vmaps before all others."""
-    return TracerStack((*inside, *stack.behind(len(inside)).frames))
+    return TracerStack((*inside, *stack.shifted_by(len(inside)).frames))
 
 
 def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) -> TracedResult:

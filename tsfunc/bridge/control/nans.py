@@ -137,7 +137,7 @@ def _check_for_nans(operator: str, out: Any, location: Location, backward: bool)
         nan = _nan_mask(value)
         if nan is None:
             continue
-        nan, levels = stack.in_front(nan), stack.batch_levels
+        nan, levels = stack.batch_dims_first(nan), stack.batch_levels
         at = nan.nonzero()[0].tolist()
         examples = []
         for i, level in enumerate(levels):

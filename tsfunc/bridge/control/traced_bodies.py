@@ -53,7 +53,9 @@ class TracedBody:
     def out(self) -> Any:
         return optree.tree_unflatten(self.spec, self.leaves)
 
-    def settle(self, dtypes: Sequence[torch.dtype | None], kept: Collection[int] = ()) -> None:
+    def convert_results(
+        self, dtypes: Sequence[torch.dtype | None], kept: Collection[int] = ()
+    ) -> None:
         """Convert the numbers among the results to tensors of these dtypes, except ``kept``."""
         numbers: Any = (bool, int, float, complex, *SYMBOLIC)
         with in_body(self.level):

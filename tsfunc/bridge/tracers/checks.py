@@ -133,7 +133,7 @@ def _outcome(tracer: BatchTracer, refused: bool) -> bool:
         with level.restored():
             below, _ = unwrap(holds, level)
             return bool(below.any() if refused else below.all())
-    value = stack.in_front(value)
+    value = stack.batch_dims_first(value)
     failed = (value if refused else ~value).nonzero()
     if not len(failed):
         return not refused

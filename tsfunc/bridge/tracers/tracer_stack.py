@@ -40,7 +40,7 @@ class TracerStack:
         """Return the batch dim of the tracer at a depth; None if there is none."""
         return next((frame.bdim for frame in self.frames if frame.level.depth == depth), None)
 
-    def in_front(self, value: torch.Tensor) -> torch.Tensor:
+    def batch_dims_first(self, value: torch.Tensor) -> torch.Tensor:
         """Return a physical value with its batch dims in front, in the order of `batch_levels`."""
         for i, (_, bdim) in enumerate(self._batches()):
             value = value.movedim(bdim + i, i)
@@ -62,7 +62,7 @@ class TracerStack:
                 value = frame.level.lift(value)
         return value
 
-    def behind(self, dims: int) -> TracerStack:
+    def shifted_by(self, dims: int) -> TracerStack:
         """Return the layout of physical values with more dims in front."""
         return TracerStack(
             tuple(

@@ -334,7 +334,7 @@ class Variation:
         dim = None if names.isdisjoint(self.where) else new_dim(self.bounds)
         return assumptions.moved(varying=names, dim=dim)
 
-    def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
+    def without_unused(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return assumptions with a narrower dim after a trace that has failed, or None."""
         sizes = [self.sizes[name] for name in assumptions.varying if name in self.sizes]
         return narrowed(assumptions, sizes[0], error) if sizes else None

@@ -123,7 +123,7 @@ def _count_exchanges(
 ) -> None:
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
-            inner = repeats * node.target.steps(node.args)
+            inner = repeats * node.target.run_count(node.args)
             for body in node.target.bodies:
                 _count_exchanges(body.graph, inner, counts)
         elif node.target is MAP and str(node.args[1]) in COLLECTIVES:

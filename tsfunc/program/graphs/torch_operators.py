@@ -8,8 +8,8 @@ A program's control-flow operators (``bridge/control/control_flow``) run as Pyth
 step, and are vmapped and differentiated as the user's calls are. torch.export, Inductor and other
 tools of torch support torch's operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
 ``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself in this
-form (``ControlFlow.in_torch``). A batch of calls is traced again into control flow of the whole
-batch, and a derivative into control flow that computes it (``bridge/control/retraced``).
+form (``ControlFlow.write_for_torch``). A batch of calls is traced again into control flow of the
+whole batch, and a derivative into control flow that computes it (``bridge/control/retraced``).
 
 NOTE [layouts of torch's loops]
 torch's operators assume that a carry has one layout in the whole loop, that of its initial value,
@@ -375,7 +375,7 @@ class Writer:
             NoTorchOperator: torch has no such operators.
         """
         if isinstance(node.target, ControlFlow):
-            return node.target.in_torch(self, args)
+            return node.target.write_for_torch(self, args)
         layer = as_scan(node)
         operands: list[torch.fx.Node] = []
         torch.fx.node.map_arg(args, operands.append)

@@ -2,10 +2,10 @@
 
 A value has a set of axes. The result of an operator has the axes of its arguments; an exchange adds
 its axis or removes it. Choices and loops know how the axes of their results follow from those of
-their operands (``ControlFlow.flow``), so the analyses see through their bodies. There are two,
-since values from outside of a program may vary or be equal: :class:`MayVary` finds all axes along
-which a value may vary, and :class:`ShardedAlong` those along which it is computed from the ranks'
-own parts.
+their operands (``ControlFlow.result_axes``), so the analyses see through their bodies. There are
+two, since values from outside of a program may vary or be equal: :class:`MayVary` finds all axes
+along which a value may vary, and :class:`ShardedAlong` those along which it is computed from the
+ranks' own parts.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Flow:
         if isinstance(node.target, ControlFlow):
             args: tuple[Any, ...] = node.args
             operands = [visit.axes.get(each, _NONE) for each in args]
-            results = node.target.flow(operands, self._through)
+            results = node.target.result_axes(operands, self._through)
             if results is None:
                 return self.of_unseen(node.target, visit.of_inputs(node))
             visit.results[node] = results

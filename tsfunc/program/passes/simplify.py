@@ -10,8 +10,8 @@ layout at run time the ``view`` fails, and a ``reshape`` copies, as it does in t
 The removal of an argument changes a body and its call. The graph is well formed at each step: the
 new body is a copy of the old one with fewer arguments and results, and the call is then replaced
 by a call of the new operator. Each kind of control flow determines the arguments and results that
-it does not need (``ControlFlow.narrowed``). For example, a loop does not need a carry that only
-affects itself.
+it does not need (``ControlFlow.without_unused``). For example, a loop does not need a carry that
+only affects itself.
 
 A pass changes the graph in place and keeps it well formed; ``simplify`` runs all passes.
 """
@@ -430,7 +430,7 @@ def _narrow(graph: torch.fx.Graph, node: torch.fx.Node, op: ControlFlow) -> None
     for user in list(node.users):
         if not user.users:
             graph.erase_node(user)
-    narrowed = op.narrowed(len(node.args), {user.args[1] for user in node.users})  # type: ignore[misc]
+    narrowed = op.without_unused(len(node.args), {user.args[1] for user in node.users})  # type: ignore[misc]
     if narrowed is None:
         return
     with graph.inserting_before(node):

@@ -1,9 +1,9 @@
 """Choices and loops that differ among the examples: each body runs on the examples that need it.
 
-:func:`by_choice` and :func:`repeat` select the examples, and a group merges the results. There are
-two kinds of groups. A :class:`SubsetGroup` runs the user's functions on tracers: NOTE [active
-subsets] in ``bridge/control/subsets``. A ``batched.PhysicalBatch`` runs the graphs of a program on
-plain tensors: NOTE [batched bodies] in ``batched``.
+:func:`groups_by_choice` and :func:`repeat` select the examples, and a group merges the results.
+There are two kinds of groups. A :class:`SubsetGroup` runs the user's functions on tracers: NOTE
+[active subsets] in ``bridge/control/subsets``. A ``batched.PhysicalBatch`` runs the graphs of a
+program on plain tensors: NOTE [batched bodies] in ``batched``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from tsfunc.bridge.control.subsets import Merge, SubsetLevel, in_subset, run_in_subset, subset_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import merge_draw_counts, set_draw_counts
-from tsfunc.transforms.control.outputs import in_tensors, together
+from tsfunc.transforms.control.outputs import combine_leaves, numbers_to_tensors
 
 G = TypeVar("G", bound="Group")
 
@@ -29,13 +29,13 @@ class Group(Protocol):
     def size(self) -> int:
         """The number of examples."""
 
-    def part(self: G, index: torch.Tensor, *, single: bool = False) -> G:
+    def select(self: G, index: torch.Tensor, *, single: bool = False) -> G:
         """Return the group of the examples at these positions; ``single`` as for a subset."""
 
-    def taken(self, state: Any) -> Any:
+    def select_state(self, state: Any) -> Any:
         """Return the part of a state of the group that this one was selected from."""
 
-    def merged(self: G, parts: Sequence[tuple[G, Any]]) -> Any:
+    def merge_states(self: G, parts: Sequence[tuple[G, Any]]) -> Any:
         """Return the state of all examples, from groups of them with their states."""
 
 
@@ -45,7 +45,9 @@ def numbers_in(index: torch.Tensor) -> list[int]:
     return numbers
 
 
-def by_choice(whole: G, index: torch.Tensor, numbers: Sequence[int]) -> Iterator[tuple[int, G]]:
+def groups_by_choice(
+    whole: G, index: torch.Tensor, numbers: Sequence[int]
+) -> Iterator[tuple[int, G]]:
     """Yield each number with the group of the examples that choose it.
 
     Args:
@@ -55,7 +57,7 @@ def by_choice(whole: G, index: torch.Tensor, numbers: Sequence[int]) -> Iterator
     """
     for i in numbers:
         here = len(numbers) > 1
-        yield i, whole.part((index == i).nonzero().squeeze(1)) if here else whole
+        yield i, whole.select((index == i).nonzero().squeeze(1)) if here else whole
 
 
 def repeat(
@@ -86,18 +88,18 @@ def repeat(
         going = active.nonzero().squeeze(1)
         count = going.shape[0]
         if not count or made == limit:
-            return whole.merged([*finished, (group, state)]), not count
+            return whole.merge_states([*finished, (group, state)]), not count
         if count < group.size:
-            gone = group.part((~active).nonzero().squeeze(1))
-            finished.append((gone, gone.taken(state)))
+            gone = group.select((~active).nonzero().squeeze(1))
+            finished.append((gone, gone.select_state(state)))
             # Batched values raise the errors of a step on tracers.
-            group = group.part(going, single=count == 1 and made > 0)
-            state = group.taken(state)
+            group = group.select(going, single=count == 1 and made > 0)
+            state = group.select_state(state)
         left = None if limit is None else limit - made
         state, more, active = step(group, state, left)
         made += more
         if isinstance(active, bool):
-            return whole.merged([*finished, (group, state)]), active
+            return whole.merge_states([*finished, (group, state)]), active
 
 
 class SubsetGroup:
@@ -118,22 +120,22 @@ class SubsetGroup:
         count: int = self.level.batch_size
         return count
 
-    def part(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
+    def select(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
         return SubsetGroup(self.label, subset_of(self.level, index, single))
 
-    def taken(self, state: Any) -> Any:
+    def select_state(self, state: Any) -> Any:
         assert isinstance(self.level, SubsetLevel)
         return self.level.of_parent(self.label, state)
 
-    def merged(self, parts: Sequence[tuple[SubsetGroup, Any]]) -> Any:
+    def merge_states(self, parts: Sequence[tuple[SubsetGroup, Any]]) -> Any:
         trees, counts = zip(*[state for _, state in parts], strict=True)
         if len(parts) == 1:
             set_draw_counts(counts[0])
-            return in_tensors(trees[0])
+            return numbers_to_tensors(trees[0])
         subsets = [group.level for group, _ in parts if isinstance(group.level, SubsetLevel)]
         merge = Merge(subsets, self.level).of
         merge_draw_counts(counts, merge)
-        return together(trees, merge)
+        return combine_leaves(trees, merge)
 
     def running(self, roots: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context manager whose block runs on these examples alone; see ``in_subset``."""

@@ -28,7 +28,7 @@ from tsfunc.program.calling.capture import TraceRequest
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
-from tsfunc.transforms.control.active import by_choice, numbers_in, repeat
+from tsfunc.transforms.control.active import groups_by_choice, numbers_in, repeat
 from tsfunc.transforms.control.choice import BatchedChoice, read
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
@@ -96,7 +96,7 @@ class PhysicalBatch:
         """Return the batch without the first ``count`` operands."""
         return PhysicalBatch(self.operands[count:], self.batched[count:], self.size)
 
-    def part(self, index: torch.Tensor, *, single: bool = False) -> PhysicalBatch:
+    def select(self, index: torch.Tensor, *, single: bool = False) -> PhysicalBatch:
         taken = [
             _taken(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
@@ -104,11 +104,11 @@ class PhysicalBatch:
         numbers = index if self.numbers is None else self.numbers.index_select(0, index)
         return PhysicalBatch(taken, self.batched, index.shape[0], index, numbers)
 
-    def taken(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def select_state(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert self.index is not None
         return [_taken(x, self.index) for x in state]
 
-    def merged(
+    def merge_states(
         self, parts: Sequence[tuple[PhysicalBatch, Sequence[torch.Tensor]]]
     ) -> Sequence[torch.Tensor]:
         if len(parts) == 1:
@@ -118,7 +118,7 @@ class PhysicalBatch:
         columns = zip(*[state for _, state in parts], strict=True)
         return [_taken(torch.cat(column), order) for column in columns]
 
-    def every(self, body: Body) -> Every | None:
+    def vmapped(self, body: Body) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced."""
         known = _programs.setdefault(body, {})
         key = tuple([self._type(i) for i in body.inputs])
@@ -211,7 +211,7 @@ def run_batched_loop(
 ) -> Sequence[torch.Tensor] | None:
     """Same as `loop` for physical operands; without ``active``, the condition is called first."""
     batch = batch.with_batched(carried)
-    ask, step = batch.every(condition), batch.every(body)
+    ask, step = batch.vmapped(condition), batch.vmapped(body)
     if ask is None or step is None:
         return None
     carry = batch.operands[:carried]
@@ -265,15 +265,15 @@ def run_batched_choice(
 ) -> Sequence[torch.Tensor] | None:
     """Same as `choice` for physical operands."""
     numbers = numbers_in(index)
-    every = [batch.every(branches[i]) for i in numbers]
+    every = [batch.vmapped(branches[i]) for i in numbers]
     if any(writes(node) for i in numbers for node in branches[i].graph.nodes):
         return None
     runs = [run for run in every if run is not None]
     if len(runs) < len(numbers):
         return None
-    groups = by_choice(batch, index, numbers)
+    groups = groups_by_choice(batch, index, numbers)
     parts = [(group, run(group.operands)) for run, (_, group) in zip(runs, groups, strict=True)]
-    return batch.merged(parts)
+    return batch.merge_states(parts)
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

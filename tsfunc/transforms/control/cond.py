@@ -31,7 +31,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
-from tsfunc.transforms.control.active import SubsetGroup, by_choice, numbers_in
+from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -56,8 +56,17 @@ from tsfunc.transforms.control.derived_operators import (
 )
 from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
-from tsfunc.transforms.control.outputs import check_branches, in_tensors, together, where
-from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
+from tsfunc.transforms.control.outputs import (
+    check_branches,
+    combine_leaves,
+    numbers_to_tensors,
+    where,
+)
+from tsfunc.transforms.control.rank_agreement import (
+    agreed_index,
+    agreed_predicate,
+    axes_of_exchanges,
+)
 from tsfunc.transforms.control.recording import record_switch
 
 Branch = Callable[..., Any]
@@ -127,7 +136,7 @@ def cond(
         return result
     if not kwargs:
         operands = operands_of(operands, true_fun)
-    axes = exchanging("cond", (true_fun, false_fun), operands)
+    axes = axes_of_exchanges("cond", (true_fun, false_fun), operands)
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
@@ -209,7 +218,7 @@ def switch(
         result: _Result = in_torch.switch(index, branches, operands)
         return result
     operands = operands_of(operands, branches[0])
-    axes = exchanging("switch", branches, operands)
+    axes = axes_of_exchanges("switch", branches, operands)
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
@@ -274,7 +283,7 @@ class _SwitchCall:
         if self.batching == "select":
             return self.select(choice)
         if choice.is_empty:  # any branch gives the types of the results
-            return in_tensors(self.branches[0](*self.operands))
+            return numbers_to_tensors(self.branches[0](*self.operands))
         if not choice.known and current_trace() is not None:
             with suppress(CannotUnbatch):
                 return self.record(wrap(choice.values, 0, choice.level))
@@ -307,14 +316,14 @@ class _SwitchCall:
         values = read(choice.values)
         taken = numbers_in(values)
         if len(taken) == 1:
-            return in_tensors(self.branches[taken[0]](*self.operands))
+            return numbers_to_tensors(self.branches[taken[0]](*self.operands))
         whole = SubsetGroup(self.label, choice.level)
         parts = []
-        for i, group in by_choice(whole, values, taken):
+        for i, group in groups_by_choice(whole, values, taken):
             branch = counted(self.branches[i], choice.level.depth)
             parts.append((group, group.run(branch, self.operands)))
         self.check([out for _, (out, _) in parts], taken)
-        return whole.merged(parts)
+        return whole.merge_states(parts)
 
     def select(self, choice: BatchedChoice) -> Any:
         """Run all branches on all examples, and select."""
@@ -331,7 +340,7 @@ class _SwitchCall:
             return selected
 
         merge_draw_counts([drawn for _, drawn in each], chosen)
-        return together(outs, chosen)
+        return combine_leaves(outs, chosen)
 
     def unseen(self, choice: BatchedChoice) -> Any:
         """Run the branches on guarded subsets: NOTE [unreadable choices]."""
@@ -361,7 +370,7 @@ class _SwitchCall:
         """Return the results with those of a branch for the examples that take it."""
         out = self.guarded(i, level, torch.where(mask, i, -1))
         self.check([result, out], (0, i))
-        return together([out, result], lambda pair: where(level, mask, *pair))
+        return combine_leaves([out, result], lambda pair: where(level, mask, *pair))
 
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):

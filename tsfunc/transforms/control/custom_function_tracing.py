@@ -47,7 +47,7 @@ from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
 from tsfunc.transforms.custom_vjp import custom_vjp, pulled_by_rule
 from tsfunc.transforms.custom_vmap import custom_vmap
-from tsfunc.transforms.equations import Linear, Solved
+from tsfunc.transforms.equations import Linear, SolveFunction
 
 
 def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
@@ -73,7 +73,7 @@ def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
         return with_vjp(tracing)
     if function is custom_jvp.kind:
         return with_jvp(tracing)
-    if function is Solved:
+    if function is SolveFunction:
         return solution(tracing)
     return Methods(tracing).traced()
 
@@ -138,7 +138,7 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     def run(values: list[Any]) -> Values:
         made = _rule_call(callee, values)
         calls.append(made.call)
-        results: Values = callee.function.outline(made.call, made.sizes, *made.operands)
+        results: Values = callee.function.primal_results(made.call, made.sizes, *made.operands)
         return results
 
     return tracing.part("the function itself", run, tracing.operands)
@@ -155,7 +155,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
     def forward(values: list[Any]) -> Values:
         made = _rule_call(callee, values)
         rule: Any = made.call.rule
-        with made.call.seeing(made.operands):
+        with made.call.substituting_consts(made.operands):
             out, residuals = rule.forward(made.call, *made.arguments)
             results = made.call.result_tensors(out, made.operands)
         kept.append(PassedTree(residuals))
@@ -174,7 +174,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         cotangents: list[Any] = [None] * len(results)
         for j, value in zip(differentiable, values[stop:], strict=True):
             cotangents[j] = value
-        with made.call.seeing(made.operands):
+        with made.call.substituting_consts(made.operands):
             pulled: Values = pulled_by_rule(
                 made.call, *made.arguments, residuals, cotangents, made.operands
             )
@@ -202,7 +202,7 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
         for i, value in zip(wrt, values[len(given) :], strict=True):
             tangents[i] = value
         rule: Any = made.call.rule
-        with made.call.seeing(made.operands):
+        with made.call.substituting_consts(made.operands):
             pushed: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
         return pushed
 

@@ -24,7 +24,7 @@ from tsfunc.program.files.operators import TENSOR
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import apply
 from tsfunc.transforms.custom_vjp import custom_vjp
-from tsfunc.transforms.equations import Linear, Root, WithConsts, solved
+from tsfunc.transforms.equations import Linear, Root, WithConsts, solve_equation
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
 
 
@@ -255,7 +255,7 @@ class _Solution(TracedCallee):
     def __call__(self, *operands: Any) -> Sequence[Any]:
         solve, other, last = (_closed(part) for part in self.parts)
         equation = self.equation(self.name, self.count, other, solve, last)
-        return solved(equation, operands[: self.count], operands[self.count :])
+        return solve_equation(equation, operands[: self.count], operands[self.count :])
 
     equation: ClassVar[Callable[..., Any]]
 

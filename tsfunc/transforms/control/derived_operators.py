@@ -24,9 +24,9 @@ from tsfunc.bridge.control.control_flow import (
     Axes,
     Body,
     ControlFlow,
-    Narrowed,
     NoTorchOperator,
     RandomStates,
+    ReducedOperator,
     random_state,
 )
 from tsfunc.bridge.control.effects import muted
@@ -142,7 +142,7 @@ def push_through(
     return results, pushed
 
 
-def or_zeros(
+def with_zeros(
     derivatives: Mapping[int, Any], values: Sequence[Any], at: Iterable[int]
 ) -> tuple[Any, ...]:
     """Return the derivatives of the values ``at`` some positions, zeros for those without one."""
@@ -177,7 +177,9 @@ class ControlFlowOperator(ControlFlow):
         """
         return None
 
-    def pulled(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> Derivative | None:
+    def expanded_pullback(
+        self, count: int, wrt: Sequence[int], of: Sequence[int]
+    ) -> Derivative | None:
         """Return the pullback in other control flow: NOTE [derivatives in other control flow].
 
         The function takes the operands of :meth:`pullback`. None if only torch can derive it.
@@ -188,7 +190,7 @@ class ControlFlowOperator(ControlFlow):
         run = self.expanded()
         return None if run is None else functools.partial(pull_back, run, count, wrt, of)
 
-    def pushed(self, count: int, wrt: Sequence[int]) -> Derivative | None:
+    def expanded_pushforward(self, count: int, wrt: Sequence[int]) -> Derivative | None:
         """Return the pushforward in other control flow, as :meth:`pulled` returns the pullback.
 
         The function takes the operands of :meth:`pushforward`.
@@ -223,10 +225,10 @@ class ControlFlowOperator(ControlFlow):
 class ExpandedOperator(ControlFlowOperator):
     """An operator that is written as other control flow if it can be."""
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         run = self.expanded()
         return (
-            super().in_torch(writer, operands)
+            super().write_for_torch(writer, operands)
             if run is None
             else self.retraced(writer, run, operands)
         )
@@ -241,14 +243,14 @@ class Pullback(ExpandedOperator):
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
         self.op, self.count, self.wrt, self.of = of_op, count, tuple(wrt), tuple(of)
 
-    def steps(self, operands: Sequence[Any]) -> int:
-        return self.op.steps(operands)
+    def run_count(self, operands: Sequence[Any]) -> int:
+        return self.op.run_count(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return pull_back(self.op, self.count, self.wrt, self.of, *operands)
 
     def expanded(self) -> Derivative | None:
-        return self.op.pulled(self.count, self.wrt, self.of)
+        return self.op.expanded_pullback(self.count, self.wrt, self.of)
 
 
 class MappedOperator(ExpandedOperator):
@@ -259,13 +261,13 @@ class MappedOperator(ExpandedOperator):
         self.op, self.batched = of_op, tuple(batched)
         self.run_on_subsets = of_op.run_on_subsets
 
-    def flow(
+    def result_axes(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
     ) -> list[Axes] | None:
-        return self.op.flow(operands, through)
+        return self.op.result_axes(operands, through)
 
-    def steps(self, operands: Sequence[Any]) -> int:
-        return self.op.steps(self._ones(operands))
+    def run_count(self, operands: Sequence[Any]) -> int:
+        return self.op.run_count(self._ones(operands))
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         merged = self._merged
@@ -311,8 +313,8 @@ class MappedOperator(ExpandedOperator):
         ones = [one_of(x, 0 if batched else None) for x, batched in tensors]
         return [*ones, *operands[len(self.batched) :]]
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
-        inner = self.op.narrowed(count, used)
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator | None:
+        inner = self.op.without_unused(count, used)
         if inner is None:
             return None
         tensors = [i for i in inner.operands if i < len(self.batched)]
@@ -320,7 +322,7 @@ class MappedOperator(ExpandedOperator):
         batched = [self.batched[i] for i in tensors]
         if not any(batched):  # the number of calls would be unknown
             return None
-        return Narrowed(MappedOperator(inner.op, batched), inner.operands, inner.results)
+        return ReducedOperator(MappedOperator(inner.op, batched), inner.operands, inner.results)
 
 
 def _mapped(
@@ -372,8 +374,8 @@ class Replayed(ExpandedOperator):
         super().__init__(of_op.name, of_op.bodies)
         self.op, self.count, self.devices = of_op, count, tuple(devices)
 
-    def steps(self, operands: Sequence[Any]) -> int:
-        return self.op.steps(operands)
+    def run_count(self, operands: Sequence[Any]) -> int:
+        return self.op.run_count(operands)
 
     @property
     def random(self) -> bool:
@@ -428,11 +430,11 @@ class Pushforward(ExpandedOperator):
         super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
         self.op, self.count, self.wrt = of_op, count, tuple(wrt)
 
-    def steps(self, operands: Sequence[Any]) -> int:
-        return self.op.steps(operands)
+    def run_count(self, operands: Sequence[Any]) -> int:
+        return self.op.run_count(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return push_forward(self.op, self.count, self.wrt, *operands)
 
     def expanded(self) -> Derivative | None:
-        return self.op.pushed(self.count, self.wrt)
+        return self.op.expanded_pushforward(self.count, self.wrt)

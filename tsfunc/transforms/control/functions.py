@@ -118,8 +118,8 @@ class PythonCallee:
         return args
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        call_of = getattr(self.function, "called", self.function.apply)
-        leaves = pytrees.leaves_of(call_of(*self.filled(operands)))
+        run = getattr(self.function, "run_recorded", self.function.apply)
+        leaves = pytrees.leaves_of(run(*self.filled(operands)))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -173,12 +173,12 @@ class FunctionCall(ExpandedOperator):
         """Return the call itself: the trace records its operators and those of its derivatives."""
         return self
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operators of the function, without the custom derivative."""
         nodes = [x for x in operands if isinstance(x, torch.fx.Node)]
         if writer.exact and any(node.meta.get("requires_grad") for node in nodes):
             raise NoTorchOperator(f"autograd would not see the derivative of {self.name}")
-        return super().in_torch(writer, operands)
+        return super().write_for_torch(writer, operands)
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:
@@ -189,12 +189,12 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     callee = PythonCallee(function, args)
     given, sizes = callee.taken(trace.symbols.spell_size)
     tensors = [_arranged(as_traced(value, trace)) for value in given]
-    outline = getattr(function, "outline", functools.partial(torch_apply, function))
+    primal = getattr(function, "primal_results", functools.partial(torch_apply, function))
     inputs: list[Sequence[Any]] = []
 
     def run(*xs: Any) -> Any:
         inputs[:] = [xs]
-        return outline(*callee.filled((*xs, *sizes)))
+        return primal(*callee.filled((*xs, *sizes)))
 
     body = TracedBody(trace, run, tensors)
     dirty = _dirty(body.leaves, inputs[0])

@@ -43,16 +43,16 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
-    or_zeros,
     push_through,
+    with_zeros,
 )
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
     as_tensor,
     check_carried,
-    in_tensors,
+    combine_leaves,
     is_number,
-    together,
+    numbers_to_tensors,
     where,
 )
 from tsfunc.transforms.control.recording import record_while
@@ -81,7 +81,7 @@ class Loop:
         self.checked = False
         self.draws = False  # True if the recorded condition draws random numbers
 
-    def whole(self, carry: Any) -> Any:
+    def run_to_end(self, carry: Any) -> Any:
         """Run the loop to its end."""
         if self.checkpoint is None or not torch.is_grad_enabled() or current_trace() is not None:
             return self.run(carry, None)[0]
@@ -118,7 +118,7 @@ class Loop:
                 choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice):
                 left = None if limit is None else limit - steps
-                return self.run_differing(carry, value, choice, left)
+                return self.run_batched(carry, value, choice, left)
             if isinstance(choice, TracedChoice):
                 return self.record(carry, choice.value), True
             if not choice:
@@ -138,13 +138,13 @@ class Loop:
         """Return a number of steps that are certain to be made if the condition holds."""
         return 1
 
-    def run_differing(
+    def run_batched(
         self, carry: Any, value: Any, choice: BatchedChoice, limit: int | None
     ) -> tuple[Any, bool]:
         """Run the loop if the condition differs from example to example."""
         level = choice.level
         if choice.is_empty:
-            return in_tensors(carry), True
+            return numbers_to_tensors(carry), True
         if not choice.known and current_trace() is not None:
             with suppress(CannotUnbatch):
                 return self.recorded(carry, wrap(choice.values, 0, level)), True
@@ -152,7 +152,7 @@ class Loop:
             try:
                 if choice.known:
                     return self.run_on_subsets(carry, choice, limit)
-                return self.masked(carry, value, level, guarded=True), True
+                return self.run_masked(carry, value, level, guarded=True), True
             except NeedsWholeBatch as error:
                 attempt.give_up(error)
                 inside = None
@@ -163,8 +163,8 @@ class Loop:
                 attempt.undo()
                 inside = BatchedChoice(error.level, values_at(value, error.level), False)
         if inside is None:
-            return self.masked(carry, value, level, guarded=False), True
-        return self.run_differing(carry, value, inside, limit)
+            return self.run_masked(carry, value, level, guarded=False), True
+        return self.run_batched(carry, value, inside, limit)
 
     def steps(self, carry: Any, count: int) -> Any:
         for _ in range(count):
@@ -234,7 +234,7 @@ class Loop:
             if not choice:
                 return carry, made, True
 
-    def masked(self, carry: Any, value: Any, level: BatchLevel, guarded: bool) -> Any:
+    def run_masked(self, carry: Any, value: Any, level: BatchLevel, guarded: bool) -> Any:
         """Make every step on all examples, and keep the last carry of those that are done.
 
         Args:
@@ -257,7 +257,7 @@ class Loop:
         # This loop runs as long as any example continues; its body checks the steps.
         every = Loop(self.label, lambda state: state[1].any(), body, self.checkpoint)
         every.checked = True
-        return every.whole((carry, values_at(value, level)))[0]
+        return every.run_to_end((carry, values_at(value, level)))[0]
 
     def keep_finished(
         self, level: BatchLevel, active: torch.Tensor, stepped: Any, drawn: DrawCounts, carry: Any
@@ -269,7 +269,7 @@ class Loop:
 
         new, again = stepped
         merge_draw_counts([drawn, draw_counts(level.depth)], merge)
-        return together([new, carry], merge), active & values_at(again, level, self)
+        return combine_leaves([new, carry], merge), active & values_at(again, level, self)
 
     def record(self, carry: Any, value: Any) -> Any:
         """Record the loop as one node of the trace."""
@@ -283,7 +283,7 @@ class Loop:
 
         def unhidden(carry: Any, value: Any, level: BatchLevel) -> Any:
             choice = BatchedChoice(level, values_at(value, level), False)
-            return self.run_differing(carry, value, choice, None)[0]
+            return self.run_batched(carry, value, choice, None)[0]
 
         if self.draws or draws_are_counted():
             return self.recorded_with_draws(carry, value, unhidden)
@@ -411,7 +411,7 @@ def _run(op: While, *operands: Any) -> Any:
         op.checkpoint,
     )
     loop.bodies, loop.rest, loop.checked = (condition, body), rest, True
-    return loop.whole(operands[: op.carried])
+    return loop.run_to_end(operands[: op.carried])
 
 
 @derivative_rule(Pullback, While)
@@ -432,7 +432,7 @@ def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *opera
         lambda state: (state[0] + 1, *body(*state[1:], *rest)),
         None,
     )
-    made = loop.whole((none, *carry))[0]
+    made = loop.run_to_end((none, *carry))[0]
     steps: Any = made.clamp(min=1).item()
     check_size(steps >= 1, f"{op.name} makes at least one step")
     numbers = torch.arange(steps, device=device)
@@ -443,7 +443,7 @@ def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *opera
 
     after = [i if i < op.carried else i + 1 for i in wrt]
     pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
-    first = or_zeros(cotangents, given.inputs, wrt)
+    first = with_zeros(cotangents, given.inputs, wrt)
     return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
 
 
@@ -469,8 +469,8 @@ def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[
         step,
         op.checkpoint,
     )
-    last = loop.whole((*carry, *or_zeros(tangents, carry, moved)))
-    return or_zeros(dict(zip(moved, last[op.carried :], strict=True)), carry, range(op.carried))
+    last = loop.run_to_end((*carry, *with_zeros(tangents, carry, moved)))
+    return with_zeros(dict(zip(moved, last[op.carried :], strict=True)), carry, range(op.carried))
 
 
 # The most counter values that one operator call makes.

@@ -24,7 +24,7 @@ from tsfunc.transforms.control.choice import choice_of
 from tsfunc.transforms.control.loop_runs import ADVICE, CountedLoop, Loop
 from tsfunc.transforms.control.operators import Checkpoint
 from tsfunc.transforms.control.outputs import as_tensor
-from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
+from tsfunc.transforms.control.rank_agreement import agreed_loop, axes_of_exchanges
 from tsfunc.transforms.control.recording import record_scan
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
@@ -82,7 +82,7 @@ def while_loop(
         last: _Carry = in_torch.while_loop(cond_fun, body_fun, init_val)
         return last
     if not takes_entries(cond_fun, init_val):
-        last = _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).whole(init_val)
+        last = _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).run_to_end(init_val)
         return last
 
     entries: Any = init_val
@@ -95,7 +95,7 @@ def while_loop(
 
     loop = _loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint, init_val)
     loop.written = body_fun
-    last = loop.whole(init_val)
+    last = loop.run_to_end(init_val)
     return last
 
 
@@ -142,9 +142,9 @@ def fori_loop(
         # The ranks of a mesh may have different bounds.
         carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)
         step = lambda carry: (carry[0] + 1, carry[1], body_fun(carry[0], carry[2]))  # noqa: E731
-        if exchanging("fori_loop", (step,), (carry,)):
+        if axes_of_exchanges("fori_loop", (step,), (carry,)):
             counts = lambda carry: carry[0] < carry[1]  # noqa: E731
-            last = _loop("fori_loop", counts, step, checkpoint, carry).whole(carry)[2]
+            last = _loop("fori_loop", counts, step, checkpoint, carry).run_to_end(carry)[2]
             return last
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
@@ -170,7 +170,7 @@ def fori_loop(
 
     loop = CountedLoop("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
     loop.numbered = loop.written = body_fun
-    last = loop.whole((*bounds, init_val))[2]
+    last = loop.run_to_end((*bounds, init_val))[2]
     return last
 
 
@@ -182,7 +182,7 @@ def _loop(
     carry: Any,
 ) -> Loop:
     """Return a loop; if it exchanges values along mesh axes, it ends on all ranks at once."""
-    axes = exchanging(label, (cond_fun, body_fun), (carry,))
+    axes = axes_of_exchanges(label, (cond_fun, body_fun), (carry,))
     if not axes:
         return Loop(label, cond_fun, body_fun, checkpoint)
     loop = Loop(label, *agreed_loop(axes, cond_fun, body_fun), checkpoint)

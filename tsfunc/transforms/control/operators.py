@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed
+from tsfunc.bridge.control.control_flow import Axes, Body, ReducedOperator
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
@@ -62,7 +62,7 @@ class Switch(ControlFlowOperator):
         index = index != 0 if self.name == "cond" else index
         return run_batched_choice(self.bodies, batch, index.long().clamp(0, len(self.bodies) - 1))
 
-    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+    def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         branches = (through(body, operands) for body in self.bodies)
         return [operands[0].union(*each) for each in zip(*branches, strict=True)]
 
@@ -70,17 +70,19 @@ class Switch(ControlFlowOperator):
     def names(self) -> tuple[str, ...]:
         return tuple(body.name for body in self.bodies)
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         live = {0}.union(*(live_inputs(body, used) for body in self.bodies))
         operands, numbers = _numbered(live)
         bodies = [narrowed_body(body, used, numbers) for body in self.bodies]
-        return Narrowed(Switch(self.name, bodies, self.batching), operands, tuple(sorted(used)))
+        return ReducedOperator(
+            Switch(self.name, bodies, self.batching), operands, tuple(sorted(used))
+        )
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         results: tuple[Any, ...] = _RUNS[Switch](self, *operands)
         return results
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         index, *rest = operands
         rest = writer.distinct(rest)
         if self.name == "cond":
@@ -147,7 +149,7 @@ class While(ControlFlowOperator):
         condition, body = self.bodies
         return None if batch is None else run_batched_loop(condition, body, self.carried, batch)
 
-    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+    def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         condition, body = self.bodies
 
         def step(carry: Sequence[Axes]) -> list[Axes]:
@@ -161,7 +163,7 @@ class While(ControlFlowOperator):
         results: tuple[Any, ...] = _RUNS[While](self, *operands)
         return results
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
         condition, body = self.bodies
         given = list(operands)
@@ -182,7 +184,7 @@ class While(ControlFlowOperator):
         where = torch.ops.aten.where.self
         return [writer.call(where, steps, x, first) for x, first in zip(items, given, strict=False)]
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         condition, body = self.bodies
         of_condition = live_inputs(condition, {0})
         carried, live = _carried({*used, *of_condition}, self.carried, body, ())
@@ -190,7 +192,7 @@ class While(ControlFlowOperator):
         kept = sorted(carried)
         bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, kept, numbers)]
         op = While(self.name, bodies, len(kept), self.checkpoint)
-        return Narrowed(op, operands, tuple(kept))
+        return ReducedOperator(op, operands, tuple(kept))
 
 
 _RUNS: Final[dict[type, Callable[..., Any]]] = {}
@@ -223,7 +225,7 @@ class Scan(ControlFlowOperator):
         super().__init__(name, bodies)
         self.carried, self.along, self.length, self.reverse = carried, along, length, reverse
 
-    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+    def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         (body,) = self.bodies
         ys: list[Axes] = []
 
@@ -255,7 +257,7 @@ class Scan(ControlFlowOperator):
             results.reverse()
         return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         (body,) = self.bodies
         carried, stop = self.carried, self.carried + self.along
         operands = writer.distinct([*map(writer.owned, operands[:carried]), *operands[carried:]])
@@ -286,14 +288,14 @@ class Scan(ControlFlowOperator):
             items[carried:] = [writer.call(aten.flip.default, y, [0]) for y in items[carried:]]
         return items
 
-    def steps(self, operands: Sequence[Any]) -> int:
+    def run_count(self, operands: Sequence[Any]) -> int:
         if self.length is not None:
             return self.length
         value = operands[self.carried].meta.get("val")
         rows = value.shape[0] if isinstance(value, torch.Tensor) else 1
         return rows if isinstance(rows, int) else 1
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         (body,) = self.bodies
         stacked = {j for j in used if j >= self.carried}
         carried, live = _carried(used, self.carried, body, stacked)
@@ -304,7 +306,7 @@ class Scan(ControlFlowOperator):
         kept = sorted(carried | stacked)
         made = narrowed_body(body, kept, numbers)
         op = Scan(self.name, [made], len(carried), len(along), self.length, self.reverse)
-        return Narrowed(op, operands, tuple(kept))
+        return ReducedOperator(op, operands, tuple(kept))
 
     def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
         """Return the slices of the scanned tensors for each step, in the order of the steps."""
@@ -329,7 +331,7 @@ class AssociativeScan(ControlFlowOperator):
         super().__init__(name, bodies)
         self.along = along
 
-    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+    def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         (body,) = self.bodies
         rest = operands[self.along :]
         return _settled(
@@ -351,7 +353,7 @@ class AssociativeScan(ControlFlowOperator):
 
         return tuple(prefixes(combine, along, [0] * self.along, along[0].shape[0]))
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+    def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         (body,) = self.bodies
         n = self.along
         operands = writer.distinct(operands)
@@ -384,7 +386,7 @@ class AssociativeScan(ControlFlowOperator):
         ys = writer.items(node, 2 * n)[n:]
         return [writer.call(aten.cat.default, [a, b]) for a, b in zip(first, ys, strict=True)]
 
-    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+    def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         (body,) = self.bodies
         n = self.along
         along, live = set(used), live_inputs(body, used)
@@ -396,7 +398,7 @@ class AssociativeScan(ControlFlowOperator):
         order = [*kept, *(n + at for at in kept), *rest]
         made = narrowed_body(body, kept, {at: i for i, at in enumerate(order)})
         op = AssociativeScan(self.name, [made], len(kept))
-        return Narrowed(op, (*kept, *(at - n for at in rest)), tuple(kept))
+        return ReducedOperator(op, (*kept, *(at - n for at in rest)), tuple(kept))
 
 
 def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]) -> list[Axes]:

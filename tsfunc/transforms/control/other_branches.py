@@ -27,7 +27,7 @@ _Dtypes = Sequence[torch.dtype | None]
 # The checked calls, by the code of the first branch, then by the codes of the other branches and
 # the types of the operands. A value has the dtypes of the results for which a branch returns a
 # number.
-_seen: Final[WeakKeyDictionary[Any, dict[Any, _Dtypes]]] = WeakKeyDictionary()
+_checked: Final[WeakKeyDictionary[Any, dict[Any, _Dtypes]]] = WeakKeyDictionary()
 _EMPTY: Final = CellType()
 _MOST: Final = 64  # the most operand types per branch; further calls are not checked
 
@@ -58,7 +58,7 @@ def check_other_branches(
     Raises:
         TypeCheckError: a branch returns another type; the message has both.
     """
-    dtypes = () if current_levels() else _looked_at(label, names, branches, operands, taken, out)
+    dtypes = () if current_levels() else _result_types(label, names, branches, operands, taken, out)
     leaves, spec = pytrees.flatten(out)
     if not any(map(is_number, leaves)):
         return out
@@ -69,7 +69,7 @@ def check_other_branches(
     return pytrees.unflatten(spec, checked)
 
 
-def _looked_at(
+def _result_types(
     label: str,
     names: Sequence[str],
     branches: Sequence[Callable[..., Any]],
@@ -80,7 +80,7 @@ def _looked_at(
     codes = [_code(branch) for branch in branches]
     flat, tree = pytrees.flatten(tuple(operands))
     try:
-        seen = _seen.setdefault(codes[0], {})
+        seen = _checked.setdefault(codes[0], {})
         consts = [_key(value) for branch in branches for value in _closed_over(branch)]
         key = (*map(id, codes[1:]), tree, *[_key(leaf) for leaf in flat], *consts)
         known = seen.get(key)

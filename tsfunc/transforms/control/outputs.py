@@ -105,7 +105,7 @@ def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
     return torch.tensor([kind_of(leaf)() for leaf in column]).dtype
 
 
-def in_tensors(tree: Any) -> Any:
+def numbers_to_tensors(tree: Any) -> Any:
     """Return a tree with its numbers as tensors, the form of per-example results."""
     return pytrees.tree_map(lambda x: as_tensor(x) if is_number(x) else x, tree)
 
@@ -217,7 +217,7 @@ class _Description:
         return self.text
 
 
-def together(
+def combine_leaves(
     trees: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> Any:
     """Combine results of one type leaf by leaf; numbers become tensors, others are unchanged."""

@@ -38,7 +38,9 @@ from tsfunc.transforms.consts import consts_of
 Branch = Callable[..., Any]
 
 
-def exchanging(label: str, functions: Sequence[Branch], operands: Sequence[Any]) -> list[MeshLevel]:
+def axes_of_exchanges(
+    label: str, functions: Sequence[Branch], operands: Sequence[Any]
+) -> list[MeshLevel]:
     """Return the active mesh axes over which the functions exchange values, the outermost first.
 
     The functions are run once on tensors without data. If that fails, all active mesh axes are

@@ -42,7 +42,7 @@ from tsfunc.transforms.control.outputs import (
     is_number,
     stacked_dim,
 )
-from tsfunc.transforms.control.traced_vmap import call_of, vmaps_of
+from tsfunc.transforms.control.traced_vmap import call_for_examples, vmaps_of
 
 
 def record_switch(
@@ -73,7 +73,7 @@ def record_switch(
         )
     dtypes = [common_dtype(column) for column in zip(*(b.leaves for b in bodies), strict=True)]
     for body in bodies:
-        body.settle(dtypes)
+        body.convert_results(dtypes)
     columns = zip(*(body.batched() for body in bodies), strict=True)
     stacks = [
         common(column) if isinstance(leaf, torch.Tensor) else None
@@ -88,7 +88,7 @@ def record_switch(
     ]
     op = Switch(label, made, batching)
     known = [r for r in results if r is not None]
-    outputs = call_of(op, hidden, trace, [chosen, *tensors], numbers, known)
+    outputs = call_for_examples(op, hidden, trace, [chosen, *tensors], numbers, known)
     out, drawn = filled(bodies[0], outputs)
     set_draw_counts(drawn)
     return out
@@ -164,14 +164,14 @@ class Carry:
         leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return optree.tree_unflatten(self.spec, leaves)
 
-    def given(self, tensors: Sequence[Any]) -> Any:
+    def tree_with_numbers(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors, and the numbers of the first carry."""
         leaves = pytrees.flatten(self.tree(tensors))[0]
         return optree.tree_unflatten(
             self.spec, [self.numbers.get(i, leaf) for i, leaf in enumerate(leaves)]
         )
 
-    def settled(self, body: TracedBody) -> bool:
+    def numbers_match(self, body: TracedBody) -> bool:
         """True if all numbers have the types that a body returned for them.
 
         Otherwise the numbers get these types, and the body must be traced again. In the end the
@@ -191,10 +191,10 @@ class Carry:
             rest = body.leaves[len(self.leaves) :]
             dtypes = [getattr(leaf, "dtype", None) for leaf in self.leaves]
             kept = [i for i, leaf in enumerate(self.leaves) if is_number(leaf)]
-            body.settle([*dtypes, *[common_dtype((leaf,)) for leaf in rest]], kept)
+            body.convert_results([*dtypes, *[common_dtype((leaf,)) for leaf in rest]], kept)
         return same
 
-    def widened(self, needed: Sequence[dict[int, Any]]) -> bool:
+    def add_frames(self, needed: Sequence[dict[int, Any]]) -> bool:
         """Add the tracers that a body's results need; True if there are new ones."""
         grown = False
         for own, more in zip(self.needed, needed, strict=True):
@@ -210,14 +210,14 @@ class Carry:
             for leaf, needs in zip(self.leaves, self.needed, strict=True)
         ]
 
-    def stacks_of_one(self) -> list[TracerStack | None]:
+    def single_example_stacks(self) -> list[TracerStack | None]:
         """Return the layouts for one example of the hidden vmaps."""
         return [None if stack is None else self.hidden.without(stack) for stack in self.stacks()]
 
 
-def along_first(x: Any) -> Any:
+def scan_dim_first(x: Any) -> Any:
     """Return a tensor whose physical value has the scanned dim first, then its batch dims."""
-    return rewrap_as(x, stack_of(needed_frames(x)).behind(1))
+    return rewrap_as(x, stack_of(needed_frames(x)).shifted_by(1))
 
 
 def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedResult:
@@ -225,7 +225,7 @@ def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedRes
     value = one.value
     shape = [size, *value.shape]
     like = trace.fake_like(value, shape, in_order(shape))
-    return TracedResult(like, one.stack.behind(1))
+    return TracedResult(like, one.stack.shifted_by(1))
 
 
 def record_scan(
@@ -236,7 +236,9 @@ def record_scan(
     trace = _trace()
     carry = Carry(trace, (init, draw_counts()))
     xs_leaves, xs_spec = pytrees.flatten(xs)
-    along = [along_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None]
+    along = [
+        scan_dim_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None
+    ]
     slices = [x.select(0, 0) for x in along]
     if not along and isinstance(length, torch.SymInt):  # known when the program runs
         along = [as_traced(torch.arange(length), trace)]
@@ -256,13 +258,13 @@ def record_scan(
         inputs = carry.inputs()
         body = TracedBody(trace, run, [*inputs, *slices])
         (new, _), ys = body.out
-        given, _ = carry.given(inputs)
+        given, _ = carry.tree_with_numbers(inputs)
         names = ("the carry", "the carry that the function returns")
         check_carried(label, names, (given, new), advice)
-        if not carry.settled(body):
+        if not carry.numbers_match(body):
             continue
         needed = body.batched()
-        if not carry.widened(needed[: len(carry.leaves)]):
+        if not carry.add_frames(needed[: len(carry.leaves)]):
             break
     y_spec = pytrees.structure_of(ys)
     y_leaves = body.leaves[len(carry.leaves) :]
@@ -293,7 +295,7 @@ def record_scan(
 
 def record_while(
     label: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
-    choice: Any, unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
+    choice: Any, run_visible: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
     shown: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:  # fmt: skip
     """Record a loop as one node, for any number of steps.
@@ -304,8 +306,8 @@ def record_while(
         body_fun: takes the carry, and returns the next carry.
         init: the first carry.
         choice: the condition of the first carry; None if no vmap may be hidden.
-        unseen: runs the loop of a vmap whose conditions differ, if no vmap is hidden; takes the
-            carry, the condition and the vmap.
+        run_visible: runs the loop of a vmap whose conditions differ, if no vmap is hidden; takes
+            the carry, the condition and the vmap.
         checkpoint: the ``checkpoint=`` of the call.
         advice: the advice in error messages.
         shown: returns the user's part of a carry.
@@ -320,21 +322,23 @@ def record_while(
         inputs = carry.inputs()
         hidden = carry.hidden
         body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden)
-        check_carried(label, names, (shown(carry.given(inputs)), shown(body.out)), advice)
-        if not carry.settled(body):
+        check_carried(
+            label, names, (shown(carry.tree_with_numbers(inputs)), shown(body.out)), advice
+        )
+        if not carry.numbers_match(body):
             continue
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden)
-        condition.settle([torch.bool] * len(condition.leaves))
+        condition.convert_results([torch.bool] * len(condition.leaves))
         differs = [x for x in condition.batched()[0].values() if x.bdim is not None]
         if differs and choice is None:
             tree = carry.tree(inputs)
-            return unseen(tree, cond_fun(tree), differs[-1].level)
+            return run_visible(tree, cond_fun(tree), differs[-1].level)
         if differs:  # possible from the second step on, if the body batches its carry
             more = vmaps_of(condition.leaves[0])
             carry.hidden = HiddenVmaps([*hidden.levels.values(), *more])
-        elif not carry.widened(body.batched()):
+        elif not carry.add_frames(body.batched()):
             break
-    results = [r for r in body.end(carry.stacks_of_one()) if r is not None]
+    results = [r for r in body.end(carry.single_example_stacks()) if r is not None]
     condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
     made = [
@@ -342,7 +346,9 @@ def record_while(
         for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
     ]
     op = While(label, made, len(inputs), checkpoint)
-    return carry.tree(call_of(op, carry.hidden, trace, [*inputs, *tensors], numbers, results))
+    return carry.tree(
+        call_for_examples(op, carry.hidden, trace, [*inputs, *tensors], numbers, results)
+    )
 
 
 _OPEN_DRAWS = (
@@ -389,7 +395,7 @@ def record_associative_scan(
     moved = [as_traced(x, trace).movedim(at, 0) for x, at in zip(leaves, axes, strict=True)]
     if reverse:
         moved = [x.flip(0) for x in moved]
-    one = Carry(trace, [along_first(x).select(0, 0) for x in moved])
+    one = Carry(trace, [scan_dim_first(x).select(0, 0) for x in moved])
     drew = False
 
     def run(*both: Any) -> Any:
@@ -409,13 +415,13 @@ def record_associative_scan(
                 return None
             if drew:
                 raise DataDependentError(_OPEN_DRAWS)
-        body.settle([x.dtype for x in slices])
-        if not one.widened(body.batched()):
+        body.convert_results([x.dtype for x in slices])
+        if not one.add_frames(body.batched()):
             break
     stacks = [stack for stack in one.stacks() if stack is not None]
     results = [r for r in body.end(stacks) if r is not None]
     size = moved[0].shape[0]
-    along = [rewrap_as(x, stack.behind(1)) for x, stack in zip(moved, stacks, strict=True)]
+    along = [rewrap_as(x, stack.shifted_by(1)) for x, stack in zip(moved, stacks, strict=True)]
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(label, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]

@@ -26,10 +26,10 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
-    or_zeros,
     pull_back,
     push_forward,
     push_through,
+    with_zeros,
 )
 from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
@@ -201,7 +201,7 @@ def pull_back_through(
         more = tuple(total + pulled_to[i] for total, i in zip(sums, outer, strict=True))
         return (cts[: len(moved)], more), tuple(pulled_to[i] for i in others if i < stop)
 
-    last = or_zeros(cotangents, carry, moved)
+    last = with_zeros(cotangents, carry, moved)
     none = tuple(torch.zeros_like(rest[i - stop]) for i in outer)
     state, slices = scan(
         back, (last, none), (saved, tuple(along), tuple(stacked.values())), None, not reverse
@@ -235,9 +235,9 @@ def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
         return carried_on, tuple(tangents_after[carried:])
 
     xs = (tuple(along), tuple(tangents[i] for i in scanned)) if along else None
-    first = or_zeros(tangents, carry, moved)
+    first = with_zeros(tangents, carry, moved)
     (_, last), ys = scan(step, (tuple(carry), first), xs, op.length, op.reverse)
-    carries = or_zeros(dict(zip(moved, last, strict=True)), carry, range(carried))
+    carries = with_zeros(dict(zip(moved, last, strict=True)), carry, range(carried))
     return (*carries, *ys)
 
 

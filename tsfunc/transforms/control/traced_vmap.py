@@ -50,7 +50,7 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
     return levels
 
 
-def call_of(
+def call_for_examples(
     op: ControlFlowOperator,
     hidden: HiddenVmaps,
     trace: TraceLevel,

@@ -24,7 +24,7 @@ from tsfunc.transforms.control.outputs import check_carried
 
 # The types that passed the check, by the code of the user's function: one line of a program makes
 # a new function at each run, which closes over values of the same types.
-_kept: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+_checked_types: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 _MOST = 64  # the most types per function
 
 
@@ -45,7 +45,7 @@ def check_zero_steps(
     """
     code = getattr(written, "__code__", None)
     # In a trace sizes may be symbolic, and symbolic sizes are not hashable.
-    known = None if code is None or current_trace() else _kept.setdefault(code, set())
+    known = None if code is None or current_trace() else _checked_types.setdefault(code, set())
     key = None if known is None else (_types_of(written), _types_of(carry))
     if known and key in known:
         return
