@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from tests.transforms.support import loop, same
 from tsfunc import vmap
+from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.reachable import Reachable
-from tsfunc.bridge.tracers.tracer import current_tracer_level
 from tsfunc.bridge.writing import outside
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
 from tsfunc.dispatch.state import active_levels

@@ -10,9 +10,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.current_level import at_level_of
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like
 from tsfunc.transforms.custom_rules import (

@@ -19,8 +19,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level
+from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, converted
 from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solve_equation, transpose

@@ -32,13 +32,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
+from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
-from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 from tsfunc.dispatch.state import tls, using
 
 _Steps = Generator[None, None, None]

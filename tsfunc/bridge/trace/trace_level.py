@@ -47,7 +47,6 @@ from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
 from tsfunc.bridge.trace.tensor_guards import (
     TensorGuards,
     attribute,
-    attributes_of,
     check_layout,
     class_of,
     contiguous,
@@ -69,8 +68,8 @@ from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
     Tracer,
     TracerLevel,
+    attributes_of,
     function_handler,
-    written_argument,
 )
 from tsfunc.bridge.tracers.user_queries import (
     has_symbols,
@@ -497,7 +496,7 @@ def _record_results(
         if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
             take_sizes(first, TraceTracer.make(first.value, level))
             return args[0]
-        return written_argument(op, args, kwargs)
+        return op.written_argument(args, kwargs)
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
     return _items_traced(results, node, level, tracks)

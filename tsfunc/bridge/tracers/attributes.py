@@ -22,8 +22,9 @@ from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     innermost_level,
-    lift_operands,
+    lift_where,
     metadata,
+    needs_lift,
     refuse_escaped,
 )
 
@@ -120,7 +121,7 @@ def _make_dual(
     if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:
         level.autograd += 1
         level.forward += 1
-        args = lift_operands(args, level)
+        args = tuple([lift_where(arg, level, needs_lift) for arg in args])
     return metadata(func, types, args, kwargs)
 
 

@@ -18,7 +18,7 @@ from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items
 from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written_argument
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped
 from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -485,7 +485,7 @@ def rewrap(
     if isinstance(out, torch.Tensor):
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
-            return written_argument(op, args, kwargs)
+            return op.written_argument(args, kwargs)
         return wrap(out, out_dims, level, out.storage_offset())
     if isinstance(out, list | tuple):
         every = not isinstance(out_dims, list | tuple)

@@ -21,7 +21,7 @@ import torch.func
 from torch._C import _functorch
 from torch.compiler import is_dynamo_compiling
 
-from tsfunc.bridge.tracers.tracer import current_tracer_level
+from tsfunc.bridge.tracers.current_level import current_tracer_level
 
 # torch.func's own transforms, even after its attributes were replaced by this package's.
 TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {

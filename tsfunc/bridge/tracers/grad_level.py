@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, written_argument
+from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel
 from tsfunc.bridge.tracers.user_queries import forwards_call
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
@@ -101,5 +101,5 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)
     out = op.outward(*values, **named)
     if isinstance(op, TorchOperator) and op.inplace:
-        return written_argument(op, args, kwargs)
+        return op.written_argument(args, kwargs)
     return optree.tree_map(outer, out, none_is_leaf=True)

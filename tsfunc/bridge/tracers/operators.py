@@ -19,6 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import (
+    DisableTorchFunctionSubclass,
+    _DisableTorchDispatch,
     _dispatch_has_kernel,
     _dispatch_has_kernel_for_dispatch_key,
     _jit_resolve_packet,
@@ -26,6 +28,7 @@ from torch._C import (
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._ops import OpOverload, OpOverloadPacket
 
+from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
 from tsfunc.dispatch.keys import backend_of, keys_of_arguments
 from tsfunc.dispatch.state import tls
@@ -191,6 +194,13 @@ class TorchOperator(Operator):
         name = self.name.removeprefix("aten::").partition(".")[0]
         function = getattr(torch.Tensor if self.inplace else torch, name, None)
         return function if isinstance(function, _FUNCTIONS) else self.overload._op
+
+    def written_argument(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the first argument of an in-place call, in its new shape if it has one."""
+        if self.reshapes:  # autograd has seen the call already
+            with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
+                self.overload(*args, **kwargs)
+        return args[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as user code does, through autograd if a level records on its values.

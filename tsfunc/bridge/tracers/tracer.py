@@ -10,8 +10,7 @@ operators that C++ and the autograd engine call. It looks up the operator's row 
 
 Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
-``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block;
-``_C._DisableTorchDispatch`` makes C++ treat a tracer as a plain tensor.
+``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C import (
     DisableTorchFunctionSubclass,
-    _DisableTorchDispatch,
     _functorch,
     _skip_one_hop_torch_function,
 )
@@ -35,7 +33,7 @@ from torch.overrides import resolve_name
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -51,12 +49,11 @@ from tsfunc.bridge.tracers.torch_state import (
 from tsfunc.bridge.tracers.user_queries import suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.recording import run_as
-from tsfunc.dispatch.state import tls, using
+from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError, EscapedTracerError
 
 T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
-
 
 # Numbers levels and saved-tensor hooks in the order they are made.
 serials: Final = itertools.count(1)
@@ -363,14 +360,6 @@ def attributes_of(tracer: Tracer) -> dict[str, Any]:
     return {name: getattr(tracer, name) for name in slots if hasattr(tracer, name)}
 
 
-def written_argument(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an in-place operator's first argument, in its new shape if it has one."""
-    if op.reshapes:  # autograd has seen the call already
-        with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
-            op.overload(*args, **kwargs)
-    return args[0]
-
-
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     """Return the innermost level of the tracers in nested lists, tuples and dicts, or None."""
     innermost: TracerLevel | None = None
@@ -385,12 +374,8 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
             continue
         if level is None or level is innermost:
             continue
-        if (
-            innermost is None
-            or level.depth > innermost.depth
-            or not level.alive
-            or level.within(innermost)
-        ):
+        is_deeper = innermost is None or level.depth > innermost.depth
+        if is_deeper or not level.alive or (innermost is not None and level.within(innermost)):
             innermost = level
     return innermost
 
@@ -499,15 +484,11 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         op = operator_of(func)
         if not op.written and not op.out_names:
             return
-        prepare = WRITERS[OpOverload]
-    elif "out" in kwargs:
-        prepare = WRITERS["out"]
+        prepare = WRITERS.get(OpOverload)
     else:
-        writer = WRITERS.get(func)
-        if writer is None:
-            return
-        prepare = writer
-    prepare(func, args, kwargs)
+        prepare = WRITERS.get("out" if "out" in kwargs else func)
+    if prepare is not None:
+        prepare(func, args, kwargs)
 
 
 def call_torch(
@@ -548,27 +529,20 @@ def _call_torch(
                     }
                 with without_autograd():
                     return call_below_function(func, types, args, kwargs)
-            args = lift_operands(args, level)
+            args = tuple([lift_where(x, level, needs_lift) for x in args])
             kwargs = {k: lift_where(v, level, needs_lift) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
     return call_below_function(func, types, args, kwargs)
 
 
+L = TypeVar("L", bound=TracerLevel)
+
+
 # NOTE [operands of outer levels]
 # If autograd is recorded at a level, C++ would also see the graphs and tangents of outer levels'
 # tensors, and take them for the level's own. Such tensors are therefore lifted to the level first:
 # their own autograd continues inside the tracer.
-_DIFFERENTIABLE = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-)
-
-
-L = TypeVar("L", bound=TracerLevel)
-
-
 def lift_where(value: Any, level: L, needs: Callable[[torch.Tensor, L], bool]) -> Any:
     """Return an argument in which the tensors that need it are lifted to a level.
 
@@ -589,7 +563,9 @@ def needs_lift(value: torch.Tensor, level: TracerLevel) -> bool:
     """True for an operand of an outer level while autograd is recorded at this level."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
-    return value.requires_grad or (level.forward > 0 and value.dtype in _DIFFERENTIABLE)
+    if value.requires_grad:
+        return True
+    return level.forward > 0 and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 # If no autograd is recorded at the level, C++ skips autograd, and some parts of a composite
@@ -607,11 +583,6 @@ def is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
             return forward_ad.unpack_dual(value).tangent is not None
 
 
-def lift_operands(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
-    """Lift operands of outer levels for a call that autograd records at the level."""
-    return tuple([lift_where(arg, level, needs_lift) for arg in args])
-
-
 def refuse_escaped(func: Any, level: Level) -> None:
     """Raise the error for a tracer that is used after its transform has ended."""
     raise EscapedTracerError(messages.escaped(getattr(func, "__name__", str(func)), level))
@@ -623,32 +594,3 @@ def metadata(
     """Answer from the wrapper tensor itself."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
-    """Context manager: activate the values' innermost level, and no level inside it.
-
-    This is for calls by C++ at that level on any thread, such as the formula of a node's tangent.
-    """
-    level = innermost_level(values)
-    levels = tls.state.levels
-    if level is not None:
-        return nullcontext() if levels[-1:] == (level,) else using(level.inner)
-    return using(levels[0].outer) if levels else nullcontext()
-
-
-def current_tracer_level() -> TracerLevel | None:
-    """Return the innermost active tracer level of this thread, or None."""
-    return _innermost(tls.state.levels)
-
-
-def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
-    """Return the innermost tracer level that was active when a level was entered, or None."""
-    return _innermost(level.outer.levels)
-
-
-def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
-    for level in reversed(levels):
-        if isinstance(level, TracerLevel):
-            return level
-    return None

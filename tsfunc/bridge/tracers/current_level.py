@@ -1,0 +1,40 @@
+"""The innermost tracer level of this thread, and that of some values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+from tsfunc.dispatch import Level
+from tsfunc.dispatch.state import tls, using
+
+
+def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Context manager: activate the values' innermost level, and no level inside it.
+
+    This is for calls by C++ at that level on any thread, such as the formula of a node's tangent.
+    """
+    level = innermost_level(values)
+    levels = tls.state.levels
+    if level is not None:
+        return nullcontext() if levels[-1:] == (level,) else using(level.inner)
+    return using(levels[0].outer) if levels else nullcontext()
+
+
+def current_tracer_level() -> TracerLevel | None:
+    """Return the innermost active tracer level of this thread, or None."""
+    return _innermost(tls.state.levels)
+
+
+def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
+    """Return the innermost tracer level that was active when a level was entered, or None."""
+    return _innermost(level.outer.levels)
+
+
+def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
+    for level in reversed(levels):
+        if isinstance(level, TracerLevel):
+            return level
+    return None
