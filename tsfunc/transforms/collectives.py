@@ -51,9 +51,9 @@ def psum(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     out: Any = x
     for level in _levels(axis_name, "psum"):
         if type(out) is torch.Tensor:
-            out = physical.total(level, out)
+            out = physical.sum_over_axis(level, out)
             continue
-        of = functools.partial(physical.total, level)
+        of = functools.partial(physical.sum_over_axis, level)
         out = _each("psum", out, of, functools.partial(mul, level.batch_size))
     return cast(_Tree, out)
 
@@ -146,7 +146,7 @@ def _extreme(label: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:
 
 
 def _of_gathered(of: Callable[..., Any], level: Axis, leaf: torch.Tensor) -> Any:
-    return of(physical.gathered(level, leaf, 0), 0)
+    return of(physical.all_gather(level, leaf, 0), 0)
 
 
 @folding("all_gather")
@@ -180,7 +180,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         at = _axis("all_gather", leaf, axis, 0 if tiled else 1)
         merged = tiled
         for level in reversed(levels):
-            by_index = physical.gathered(level, leaf, at)
+            by_index = physical.all_gather(level, leaf, at)
             leaf = by_index.flatten(at, at + 1) if merged else by_index
             merged = True
         return leaf
@@ -226,7 +226,7 @@ def psum_scatter(
         at = _axis("psum_scatter", leaf, scatter_dimension, 0)
         parts = _split("psum_scatter", leaf, at, levels, tiled)
         for level in levels:
-            parts = physical.scattered(level, parts, at)
+            parts = physical.reduce_scatter(level, parts, at)
         return parts
 
     return _each("psum_scatter", x, scattered)
@@ -277,7 +277,7 @@ def all_to_all(
         # The dims of the axes move to the front, so that each exchange keeps its dim in place.
         parts = parts.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
-            parts = physical.exchange(level, parts, at, at)
+            parts = physical.all_to_all(level, parts, at, at)
         parts = parts.flatten(0, len(levels) - 1).movedim(0, concat)
         # The dim of a slice keeps its position; the received dim is in front of the concatenated
         # dim.
@@ -330,9 +330,9 @@ def ppermute(
 def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: torch.Tensor) -> Any:
     """Return the permuted values; over several axes, by gathering the values of all examples."""
     if len(levels) == 1:
-        return physical.permuted(levels[0], leaf, perm)
+        return physical.permute(levels[0], leaf, perm)
     for level in reversed(levels):
-        leaf = physical.gathered(level, leaf, 0)
+        leaf = physical.all_gather(level, leaf, 0)
     senders = {receiver: sender for sender, receiver in perm}
     size = math.prod(level.batch_size for level in levels)
     flat = leaf.flatten(0, len(levels) - 1)
@@ -371,9 +371,9 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
 def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.Tensor:
     """Return each example's index along several axes that act as one axis."""
     first, *others = levels
-    index = physical.index(first, device)
+    index = physical.axis_index(first, device)
     for level in others:
-        index = index * physical.size(level) + physical.index(level, device)
+        index = index * physical.axis_size(level) + physical.axis_index(level, device)
     return index
 
 
@@ -399,7 +399,7 @@ def axis_size(axis_name: Hashable) -> int:
     Corresponds to ``jax.lax.axis_size``.
     """
     levels = _levels(axis_name, "axis_size", alone=True)
-    return math.prod(map(physical.size, levels))
+    return math.prod(map(physical.axis_size, levels))
 
 
 def _levels(names: Any, label: str, *, alone: bool = False) -> list[Axis]:

@@ -85,7 +85,7 @@ class HiddenVmaps:
         self.levels = {level.depth: level for level in levels}
         self._batch_first: dict[int, tuple[Any, Any]] = {}
 
-    def stack(self, frames: dict[int, Frame]) -> TracerStack:
+    def layout(self, frames: dict[int, Frame]) -> TracerStack:
         """Return the layout of a tensor with these frames: the dims of these vmaps come first."""
         stacked: list[Frame] = []
         before = 0  # dims of the hidden vmaps further in
@@ -97,17 +97,17 @@ class HiddenVmaps:
             stacked.append(frame)
         return TracerStack(tuple(stacked))
 
-    def around_result(self, stack: TracerStack) -> TracerStack:
+    def result_layout(self, stack: TracerStack) -> TracerStack:
         """Return the layout of a call's result, from that of a body's result."""
         frames = {frame.level.depth: frame for frame in stack.frames}
-        return self.stack(frames | {d: Frame(x, 0) for d, x in self.levels.items()})
+        return self.layout(frames | {d: Frame(x, 0) for d, x in self.levels.items()})
 
-    def flags(self, stack: TracerStack) -> list[bool]:
+    def batched_flags(self, stack: TracerStack) -> list[bool]:
         """Return for each hidden vmap, the outermost first, True if a tensor is batched there."""
         depths = {frame.level.depth for frame in stack.frames if frame.bdim is not None}
         return [depth in depths for depth in sorted(self.levels)]
 
-    def without(self, stack: TracerStack) -> TracerStack:
+    def input_layout(self, stack: TracerStack) -> TracerStack:
         """Return the layout of a body's input, from that of the operand."""
         return TracerStack(
             tuple(
@@ -124,7 +124,7 @@ class HiddenVmaps:
         """
         known = self._batch_first.get(id(value))
         if known is None:
-            made = rewrap_as(value, self.stack(needed_frames(value, levels)))
+            made = rewrap_as(value, self.layout(needed_frames(value, levels)))
             known = self._batch_first[id(value)] = value, made
             self._batch_first.setdefault(id(made), (made, made))
         return known[1]
@@ -269,9 +269,9 @@ class BodyLevel(TraceLevel, LevelProxy):
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs.append(outer)
         like = inner.value if like is None else like
-        if any(self.hidden.flags(stack)):
-            like = self._one_of(like, sum(self.hidden.flags(stack)))
-        return self.hidden.without(stack).around(traced_as(like, node, self, inner.tracks))
+        if any(self.hidden.batched_flags(stack)):
+            like = self._one_of(like, sum(self.hidden.batched_flags(stack)))
+        return self.hidden.input_layout(stack).wrap(traced_as(like, node, self, inner.tracks))
 
     def _one_of(self, value: torch.Tensor, dims: int) -> torch.Tensor:
         """Return a fake tensor like one example of a value that hidden vmaps batch."""
@@ -328,7 +328,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             return self.parent.lift(value)  # the tracer belongs to a level outside of the trace
         traced = isinstance(inner, TraceTracer)
         if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):
-            return stack.around(self.parent.lift(inner))
+            return stack.wrap(self.parent.lift(inner))
         return value
 
     def is_own_size(self, size: Any) -> bool:
@@ -379,7 +379,7 @@ def rewrap_as(value: Any, stack: TracerStack) -> Any:
         for tracer in reversed(frames):
             if tracer.dispatch_level.depth in depths:
                 frame = Frame(tracer.dispatch_level, getattr(tracer, "bdim", None))
-                inner = TracerStack((frame,)).around(inner)
+                inner = TracerStack((frame,)).wrap(inner)
         value = inner
     return Layout([(frame.level, frame.bdim) for frame in stack.frames]).of(value)
 
@@ -392,18 +392,20 @@ def _any_recorded(value: Any) -> bool:
     return False
 
 
-class _InBody(TorchFunctionMode):
+class _BodyMode(TorchFunctionMode):
     """Makes the outer tensors among the arguments of every call inputs of the body."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_remapped(func):
             return func(*args, **kwargs)
-        args = tuple([map_items(_taken, arg) for arg in args])
-        return func(*args, **{name: map_items(_taken, arg) for name, arg in kwargs.items()})
+        args = tuple([map_items(_as_seen_in_body, arg) for arg in args])
+        return func(
+            *args, **{name: map_items(_as_seen_in_body, arg) for name, arg in kwargs.items()}
+        )
 
 
-def _taken(value: Any) -> Any:
+def _as_seen_in_body(value: Any) -> Any:
     """Return a tensor as the body sees it; another value unchanged."""
     return as_seen_by_current_level(value) if isinstance(value, torch.Tensor) else value
 
@@ -429,7 +431,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
             replacing_captured_levels(inside, seen),
             using(inner),
             preserve_draw_counts(),
-            _InBody(),
+            _BodyMode(),
             level.symbols.in_body(level.graph, level.sizes),
         ):
             yield

@@ -131,10 +131,10 @@ class Collective(LinearMap):
             # An inner level has its own batch dim, which is moved to the front and stays there.
             batched = getattr(value, "bdim", None) is not None
             inner = batch_first(value, level) if batched else value.value
-            out = self.shifted(batched).of(inner)
+            out = self.with_leading_dims(batched).of(inner)
             return rebuilt(value, out, 0 if batched else None)
 
-    def shifted(self, by: int) -> Collective:
+    def with_leading_dims(self, by: int) -> Collective:
         """Return the same collective for values with ``by`` more dims in front."""
         return type(self)(self.level, *(axis + by for axis in self.axes))
 
@@ -202,7 +202,7 @@ class Permute(Collective):
         super().__init__(level)
         self.pairs = tuple(pairs)
 
-    def shifted(self, by: int) -> Collective:
+    def with_leading_dims(self, by: int) -> Collective:
         return self
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
@@ -222,7 +222,7 @@ class Permute(Collective):
         return Permute(self.level, [(receiver, sender) for sender, receiver in self.pairs])
 
 
-def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
+def sum_over_axis(level: Axis, value: torch.Tensor) -> torch.Tensor:
     """Return the sum over an axis, which is the same for each of its indices."""
     if isinstance(level, MeshLevel):
         return level.exchange("sum", (), value)
@@ -230,7 +230,7 @@ def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
+def all_gather(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return all values of an axis along a new dim."""
     if isinstance(level, MeshLevel):
         return level.exchange("gather", (dim,), value)
@@ -238,7 +238,7 @@ def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     return result
 
 
-def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
+def reduce_scatter(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over an axis, with one slice of ``dim`` for each index."""
     if isinstance(level, MeshLevel):
         return level.exchange("scatter", (dim,), value)
@@ -246,7 +246,7 @@ def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     return result
 
 
-def exchange(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
+def all_to_all(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
     """Send each index its slice of ``split``, and return the received slices along ``concat``."""
     if isinstance(level, MeshLevel):
         return level.exchange("all_to_all", (split, concat), value)
@@ -254,7 +254,7 @@ def exchange(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch
     return result
 
 
-def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+def permute(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Send values along an axis; return zeros for an index that receives none."""
     if isinstance(level, MeshLevel):
         ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
@@ -263,7 +263,7 @@ def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]])
     return result
 
 
-def index(level: Axis, device: torch.device | None) -> torch.Tensor:
+def axis_index(level: Axis, device: torch.device | None) -> torch.Tensor:
     """Return each example's index along an axis."""
     if isinstance(level, MeshLevel):
         return level.index(device)
@@ -274,7 +274,7 @@ def index(level: Axis, device: torch.device | None) -> torch.Tensor:
     return wrap(numbers if device is None else numbers.to(device), 0, level)
 
 
-def size(level: Axis) -> int:
+def axis_size(level: Axis) -> int:
     """Return the number of examples of an axis, even if a subset of them is running."""
     if isinstance(level, MeshLevel):
         return level.batch_size

@@ -97,12 +97,6 @@ class ControlFlow:
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         raise NotImplementedError
 
-    def inner_names(self) -> list[str]:
-        """Return the names of the control flow in the bodies, each once."""
-        targets = [node.target for body in self.bodies for node in body.graph.nodes]
-        inner = [op for op in targets if isinstance(op, ControlFlow)]
-        return list(dict.fromkeys(op.name for op in inner if not isinstance(op, RandomStates)))
-
     def run_count(self, operands: Sequence[Any]) -> int:
         """Return the number of times that a call runs its bodies; 1 if it depends on data.
 

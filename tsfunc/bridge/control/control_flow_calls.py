@@ -88,7 +88,7 @@ class _Call:
             stripped.append(TracedResult(result.value, rest))
         outputs = self.at(inner, stripped)
         return tuple(
-            value if frame is None else TracerStack((frame,)).around(value)
+            value if frame is None else TracerStack((frame,)).wrap(value)
             for value, frame in zip(outputs, frames, strict=True)
         )
 

@@ -26,7 +26,7 @@ import torch
 import torch.library
 from torch import Tensor
 
-from tsfunc.bridge.control.collectives import index
+from tsfunc.bridge.control.collectives import axis_index
 from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -96,7 +96,7 @@ def example_indices(value: Tensor) -> list[Tensor]:
     Each index is a batched tensor of its vmap's level, and counts the examples of the whole call.
     """
     _, stack = unwrap_all(as_seen_by_current_level(value))
-    return [index(level, value.device) + level.original.first for level in stack.batch_levels]
+    return [axis_index(level, value.device) + level.original.first for level in stack.batch_levels]
 
 
 def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.control.collectives import index
+from tsfunc.bridge.control.collectives import axis_index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
 from tsfunc.bridge.tracers.interrupts import undoing
@@ -142,7 +142,7 @@ def _check_for_nans(operator: str, out: Any, location: Location, backward: bool)
         examples = []
         for i, level in enumerate(levels):
             with torch.no_grad():
-                number, _ = unwrap_all(index(level, None))
+                number, _ = unwrap_all(axis_index(level, None))
             examples.append(int(number.reshape(-1)[at[i]]) + level.original.first)
         text = _message(operator, location, backward, levels, examples, at[len(levels) :], nan)
         raise NanError(text, operator, tuple(examples))

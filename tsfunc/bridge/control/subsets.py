@@ -337,12 +337,12 @@ class ArgRemapper:
         if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
             shape = tuple(args[0].shape)
             raise RuntimeError(refused_write(self.label, func.__name__, shape, subset.root))
-        taken = [self._taken(arg) for arg in args]
-        named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+        taken = [self._remapped(arg) for arg in args]
+        named = {name: self._remapped(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
         return None if same else (taken, named)
 
-    def _taken(self, value: Any) -> Any:
+    def _remapped(self, value: Any) -> Any:
         if isinstance(value, Tracer):
             if value.dispatch_level is self.subset:
                 return value
@@ -353,7 +353,7 @@ class ArgRemapper:
                     self.taken[id(value)] = known
             return known[1]
         if type(value) in (list, tuple):
-            items = [self._taken(item) for item in value]
+            items = [self._remapped(item) for item in value]
             return value if all(map(is_, items, value)) else type(value)(items)
         return value
 

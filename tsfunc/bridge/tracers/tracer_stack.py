@@ -53,7 +53,7 @@ class TracerStack:
             if isinstance(frame.level, BatchLevel) and frame.bdim is not None
         ]
 
-    def around(self, value: torch.Tensor) -> torch.Tensor:
+    def wrap(self, value: torch.Tensor) -> torch.Tensor:
         """Wrap a value in these tracers."""
         for frame in reversed(self.frames):
             if isinstance(frame.level, BatchLevel):

@@ -98,7 +98,7 @@ class PhysicalBatch:
 
     def select(self, index: torch.Tensor, *, single: bool = False) -> PhysicalBatch:
         taken = [
-            _taken(x, index) if batched else x
+            _selected(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
         ]
         numbers = index if self.numbers is None else self.numbers.index_select(0, index)
@@ -106,7 +106,7 @@ class PhysicalBatch:
 
     def select_state(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert self.index is not None
-        return [_taken(x, self.index) for x in state]
+        return [_selected(x, self.index) for x in state]
 
     def merge_states(
         self, parts: Sequence[tuple[PhysicalBatch, Sequence[torch.Tensor]]]
@@ -116,7 +116,7 @@ class PhysicalBatch:
         numbers = [group.numbers for group, _ in parts if group.numbers is not None]
         order = torch.cat(numbers).argsort()
         columns = zip(*[state for _, state in parts], strict=True)
-        return [_taken(torch.cat(column), order) for column in columns]
+        return [_selected(torch.cat(column), order) for column in columns]
 
     def vmapped(self, body: Body) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced."""
@@ -276,7 +276,7 @@ def run_batched_choice(
     return batch.merge_states(parts)
 
 
-def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _selected(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Select examples of a tensor, which may be on another device than the index."""
     return x.index_select(0, index if index.device == x.device else index.to(x.device))
 

@@ -58,7 +58,7 @@ def record_switch(
     index = as_seen_by_current_level(index)
     hidden = HiddenVmaps(vmaps_of(index))
     if hidden.levels:
-        chosen = rewrap_as(index, hidden.stack(needed_frames(index)))
+        chosen = rewrap_as(index, hidden.layout(needed_frames(index)))
     else:
         chosen, _ = unwrap_all(index)
     bodies = []
@@ -127,7 +127,7 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     inner, stack = unwrap_all(leaf)
     if getattr(inner, "dispatch_level", None) is trace:
         return leaf
-    return stack.around(trace.lift(inner))
+    return stack.wrap(trace.lift(inner))
 
 
 class Carry:
@@ -206,13 +206,15 @@ class Carry:
 
     def stacks(self) -> list[TracerStack | None]:
         return [
-            self.hidden.stack(needs) if isinstance(leaf, torch.Tensor) else None
+            self.hidden.layout(needs) if isinstance(leaf, torch.Tensor) else None
             for leaf, needs in zip(self.leaves, self.needed, strict=True)
         ]
 
     def single_example_stacks(self) -> list[TracerStack | None]:
         """Return the layouts for one example of the hidden vmaps."""
-        return [None if stack is None else self.hidden.without(stack) for stack in self.stacks()]
+        return [
+            None if stack is None else self.hidden.input_layout(stack) for stack in self.stacks()
+        ]
 
 
 def scan_dim_first(x: Any) -> Any:

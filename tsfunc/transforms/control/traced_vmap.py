@@ -75,7 +75,7 @@ def call_for_examples(
     """
     if not hidden.levels:
         return call(op, trace, tensors, numbers, results)
-    columns = list(zip(*(hidden.flags(unwrap_all(x)[1]) for x in tensors), strict=True))
+    columns = list(zip(*(hidden.batched_flags(unwrap_all(x)[1]) for x in tensors), strict=True))
     level = next(iter(hidden.levels.values()))
     batched = {i for flags in columns for i, each in enumerate(flags) if each}
     written = {i: by for body in op.bodies for i, by in _written(body).items() if i in batched}
@@ -124,4 +124,4 @@ def _of_all(
 ) -> TracedResult:
     shape = (*sizes, *one.value.shape)
     value = trace.fake_like(one.value, shape, in_order(shape))
-    return TracedResult(value, hidden.around_result(one.stack))
+    return TracedResult(value, hidden.result_layout(one.stack))
