@@ -83,7 +83,7 @@ def compare_tensors(
     alike = logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1])
     if level.splitter is None:
         # True for the batch is True for each example.
-        if level.in_formula and (alike or not exact) and op(x, y, *args[2:], **kwargs):
+        if level.in_backward_formula and (alike or not exact) and op(x, y, *args[2:], **kwargs):
             return True, None
         raise DataDependentError(
             f"vmap: {function_name(op)}, at {user_location()}, answers with one Python bool, but "
