@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.user_queries import known_to_hold
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import state
 
 MOST_ELEMENTS: Final = 64  # of a tensor whose elements are followed
@@ -227,19 +227,19 @@ def _operands_of(node: torch.fx.Node) -> Sequence[Any]:
 
 
 def _divided(a: Any, b: Any) -> Any:
-    if not known_to_hold(b != 0):
+    if not statically_known_true(b != 0):
         raise _Unknown
     return a // b
 
 
 def _truncated(a: Any, b: Any) -> Any:
-    if not (known_to_hold(a >= 0) and known_to_hold(b > 0)):
+    if not (statically_known_true(a >= 0) and statically_known_true(b > 0)):
         raise _Unknown
     return a // b
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    if not known_to_hold(b != 0):
+    if not statically_known_true(b != 0):
         raise _Unknown
     return a % b
 
