@@ -158,7 +158,7 @@ def test_the_steps_of_assumptions_end() -> None:
             {"guards_changed": draw.random() < 0.5},
             {"records_autograd": draw.random() < 0.5},
             {"recalled": False, "records_autograd": False},
-            {"identities": draw.random() < 0.5},
+            {"compares_identity": draw.random() < 0.5},
         ])  # fmt: skip
         return held.moved(**changes)
 
