@@ -43,10 +43,11 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
-from tsfunc.bridge.grad import pullbacks
-from tsfunc.bridge.tracers.interrupts import outermost
+from tsfunc.bridge.grad import autograd, pullbacks
+from tsfunc.bridge.grad.apply_hook import call_torch_apply
+from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
@@ -145,7 +146,45 @@ def _write(decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs:
 
 
 def _power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
-    return pullbacks.call(torch.ops.aten.pow.Tensor_Tensor, (base, exponent), {})
+    dtype = torch.result_type(base, exponent)
+    base = base.to(dtype)
+    if exponent.is_floating_point():  # else its gradient would be of another type
+        exponent = exponent.to(dtype)
+    return pullbacks.call(_recorded_power, torch.broadcast_tensors(base, exponent), {})
+
+
+def _recorded_power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
+    return call_torch_apply(_Power, base, exponent)
+
+
+class _Power(Function):
+    """A power of two tensors of one shape, by pullbacks that can be transposed.
+
+    torch replaces the derivative of a zeroth power by zero, but the pullback of this pullback
+    multiplies zero by the infinite number that was replaced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(base, exponent)
+        with autograd.outside_graph(False):
+            return torch.pow(base, exponent)
+
+    @staticmethod
+    @restoring_thread_state
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        base, exponent = ctx.saved_tensors
+        pulled: list[torch.Tensor | None] = [None, None]
+        if ctx.needs_input_grad[0]:
+            constant = exponent == 0
+            lower = torch.where(constant, exponent, exponent - 1)
+            power = _recorded_power(torch.where(constant, 1, base), lower)
+            pulled[0] = cotangent * (exponent * power).conj()
+        if ctx.needs_input_grad[1]:
+            constant = (base == 0) & (exponent.real >= 0)
+            power = _recorded_power(base, exponent)
+            pulled[1] = cotangent * (power * torch.where(constant, 1, base).log()).conj()
+        return tuple(pulled)
 
 
 _POWERS: dict[str, _Decomposition | None] = {
