@@ -115,7 +115,13 @@ def _signalled(call: Callable[[], object], at: int, device: bool) -> int:
             sent = 1
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    for run in (call, lambda: time.sleep(0.05)):
+    def wait() -> None:
+        """Wait for a signal that is sent again, by a thread that may start late."""
+        end = time.monotonic() + 10
+        while len(raised) < sent and time.monotonic() < end:
+            time.sleep(0.01)
+
+    for run in (call, wait):
         try:
             sys.setprofile(profile if run is call else None)
             run()

@@ -425,7 +425,8 @@ def test_a_second_run_ends_where_torch_ends_it(
     w = torch.arange(9.0, dtype=torch.float64).view(3, 3).cos()
 
     def loss(run: Callable[..., Any], x: Tensor, w: Tensor) -> Tensor:
-        return run(vmap(function, (0, None), chunk_size=chunk_size))(x, w).sin().sum()
+        out: Tensor = run(vmap(function, (0, None), chunk_size=chunk_size))(x, w)
+        return out.sin().sum()
 
     for argnums in (0, (0, 1)):
         want = grad(lambda x, w: loss(lambda f: f, x, w), argnums)(x, w)

@@ -445,7 +445,8 @@ def test_an_interrupt_of_a_call_that_began_inside_of_another_threads_jvp() -> No
             leave.set()
             thread.join()
             with raising_after(at):
-                return f(x)[0]
+                out: Tensor = f(x)[0]
+            return out
 
         thread.start()
         assert entered.wait(60)

@@ -54,7 +54,7 @@ def _written_at(x: Tensor, k: int) -> Tensor:
         (lambda x, k: sum(x * i for i in range(k)), [2, 3, 2, 3], 2),
         (lambda x, k: x.reshape(2, 3).sum(k), [0, 1, -1], 3),
         (lambda x, k: {3: x, 4: -x}[k], [3, 4, 3], 2),
-        (lambda x, k: x * math.sqrt(k), [0.5, 2.0], 2),
+        (lambda x, k: x * math.sqrt(k), [0.5, 2.0], 1),
         (lambda x, k: x[k], INTS[:5], 1),
         (lambda x, k: x.view(2, 3)[:, k], [0, 2, -1], 1),
         (lambda x, k: x.view(2, 3)[k, torch.tensor([0, 2])], [0, 1, -1], 1),

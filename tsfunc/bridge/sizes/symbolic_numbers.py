@@ -114,22 +114,20 @@ def call_past_parser(
 
 
 # The functions that take numbers for all of their tensors, as in `torch.div(x.shape[0], 2)`.
-_OF_NUMBERS = frozenset({
+FUNCTIONS_OF_NUMBERS = frozenset({
     torch.add, torch.div, torch.divide, torch.floor_divide, torch.mul, torch.multiply, torch.sub,
     torch.subtract, torch.true_divide,
 })  # fmt: skip
 
 
 def numbers_as_tensors(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a call in a trace, with tensors for operands that are all numbers.
+    """Return a function's arguments in a trace, with tensors for operands that are all numbers.
 
     torch's parser makes tensors of them that are not traced: one for a symbolic number has an
     arbitrary value, and a kernel that converts one would write into a tensor without data.
     """
-    if func not in _OF_NUMBERS:
-        return args, kwargs
     if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
         return args, kwargs
     named = {k: _as_tensor(x) if k in ("input", "other") else x for k, x in kwargs.items()}
@@ -350,11 +348,6 @@ class _FunctionOfMath:
 
     def __hash__(self) -> int:
         return hash(self.own)
-
-
-def own_function(function: Any) -> Any:
-    """Return the function of ``math`` in whose place another one is; other values unchanged."""
-    return function.own if type(function) is _FunctionOfMath else function
 
 
 _SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})

@@ -28,7 +28,11 @@ import torch
 import torch.fx
 from torch._C import DisableTorchFunctionSubclass
 
-from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, numbers_as_tensors
+from tsfunc.bridge.sizes.symbolic_numbers import (
+    FUNCTIONS_OF_NUMBERS,
+    call_past_parser,
+    numbers_as_tensors,
+)
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, VERSION, refuse_version
 from tsfunc.bridge.trace.tensor_guards import is_user_query
@@ -253,7 +257,8 @@ class Lifting(UserCode):
         if METHODS.get(func) not in _METADATA_CALLS and func not in PROPERTY_READERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
-        args, kwargs = numbers_as_tensors(func, args, kwargs)
+        if func in FUNCTIONS_OF_NUMBERS:
+            args, kwargs = numbers_as_tensors(args, kwargs)
         if has_symbols(args, kwargs):
             out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:

@@ -459,7 +459,7 @@ def set_class(self: Any, cls: type) -> None:
     vars(object)["__class__"].__set__(self, cls)
 
 
-def attributes_of(self: Any) -> Any:
+def dict_of(self: Any) -> Any:
     """Implement ``x.__dict__`` of a traced tensor."""
     own = _DICT.__get__(self)
     guards = _guards_of(self) if "dispatch_level" in own else None

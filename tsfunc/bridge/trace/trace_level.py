@@ -50,6 +50,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     check_layout,
     class_of,
     contiguous,
+    dict_of,
     hashed,
     offset,
     set_class,
@@ -68,7 +69,6 @@ from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
     Tracer,
     TracerLevel,
-    attributes_of,
     function_handler,
 )
 from tsfunc.bridge.tracers.user_queries import (
@@ -324,7 +324,7 @@ class TraceTracer(Tracer):
         return traced_as(self.value, node, level, False)
 
     __class__ = property(class_of, set_class)
-    __dict__ = property(attributes_of)
+    __dict__ = property(dict_of)
     __hash__ = hashed
 
     def is_from_outside(self) -> bool:

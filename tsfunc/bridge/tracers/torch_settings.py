@@ -378,6 +378,15 @@ def replaces_in_traces(
     _ours.append((module, own, others))
 
 
+def replaced_function(function: Any) -> Any:
+    """Return the module's function that a function replaces in traces; other values unchanged."""
+    for _, own, others in _ours:
+        for name, other in others.items():
+            if other is function:
+                return own[name]
+    return function
+
+
 @contextmanager
 def functions_of_traces() -> Iterator[None]:
     """Put the functions of :func:`replaces_in_traces` into their modules, in a block."""

@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 import torch
 
-from tsfunc.bridge.sizes.symbolic_numbers import own_function
+from tsfunc.bridge.tracers.torch_settings import replaced_function
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
@@ -476,7 +476,7 @@ class LibraryReads:
         above = resolve_attributes(owner, way[:-1])
         if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
-        member = own_function(vars(above).get(way[-1], MISSING))
+        member = replaced_function(vars(above).get(way[-1], MISSING))
         if isinstance(member, (*CODE, *_PLAIN, types.NoneType)):
             self.guards.add(MemberIs(above, way[-1], member))
             if isinstance(member, type):

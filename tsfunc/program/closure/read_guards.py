@@ -481,8 +481,8 @@ class MemberIs(Guard):
             get, of, before = map(code.name, (read, vars(owner), read(members)))
             # Tuples compare their items by identity first, and NaN does not equal itself.
             # A function of ``math`` equals its replacement: NOTE [functions of math].
-            alone = len(members) == 1 and owner is not math
-            differs = "is not" if alone else "!="
+            of_math = owner is math and any(map(callable, members.values()))
+            differs = "is not" if len(members) == 1 and not of_math else "!="
             yield f"if {get}({of}) {differs} {before}: return None"
 
 
