@@ -24,7 +24,7 @@ class KernelUse:
         transform: the name of the transform whose level served the call.
         depth: the depth of that level.
         how: the description that the kernel gave (:func:`note`), else the kind of its
-        registration.
+            registration.
         rule: the name of the kernel or of the rule that it ran.
         source: the ``file:line`` of the rule.
         within: the operator that this operator is a part of, or an empty string.

@@ -122,8 +122,8 @@ class State:
     def backend_state(self, op: object, bit: int) -> State:
         """Return the state that the kernel of ``op`` for the backend ``bit`` runs under.
 
-        The state excludes the same keys as :meth:`below`, except BackendSelect, which factories
-        need. The kernel may call other operators, and its own operator on other values.
+        The state excludes the same keys as :meth:`kernel_state`, except BackendSelect, which
+        factories need. The kernel may call other operators, and its own operator on other values.
         """
         known = self._backend_states
         if known is None:
@@ -448,7 +448,7 @@ class Level:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: restore all captured state (NOTE [state captured ...])."""
+        """Context manager: restore all captured state (NOTE [state captured by a level])."""
         with using(self.outer), self.guard():
             yield
 

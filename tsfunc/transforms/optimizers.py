@@ -101,7 +101,7 @@ class FunctionalOptimizer:
                 copies = {name: _copy(value, recorded) for name, value in before.items()}
                 optimizer.state[leaf] = copies
         with as_if_compiling(), warnings.catch_warnings():
-            # The copies of a differentiable step are no leaves, and have a .grad all the same.
+            # The copies of a differentiable step are not leaves, and have a .grad all the same.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             optimizer.step()
         after = [dict(optimizer.state[leaf]) for leaf in made]

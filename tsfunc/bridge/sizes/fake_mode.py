@@ -26,8 +26,8 @@ FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta 
 
 NOTE [scaled-down calls]
 The result shapes of most operators are made of the sizes of their arguments: each size of a sum, a
-product of matrices, a softmax or an embedding is a size of an argument, or 1. Which it is, and how
-the result lies in memory, depends on the order of the sizes and strides, on equality, and on sizes
+product of matrices, a softmax or an embedding is a size of an argument, or 1. The choice, and
+the layout of the result, depend on the order of the sizes and strides, on equality, and on sizes
 0 and 1, but on no other value. Such an operator is called on the CPU with small tensors, whose
 distinct sizes 2, 3, ... stand for the distinct sizes of the call in the same order. The result has
 the dtype, the order of strides and, after replacing the sizes, the shape of the call's result:

@@ -63,7 +63,7 @@ class CallSpec:
         keyword_order: whether the function sees the order of the keyword arguments.
         conditions: the conditions on the named dims, and on the numbers that are inputs.
         property_guards: the facts about tensor arguments that were read, other than types and
-        sizes.
+            sizes.
         groups: the positions of the tensors, grouped by identity; empty if it does not matter.
         scalars: the numbers among the arguments that are inputs, and may vary.
     """

@@ -191,7 +191,7 @@ class ControlFlowOperator(ControlFlow):
         return None if run is None else functools.partial(pull_back, run, count, wrt, of)
 
     def expanded_pushforward(self, count: int, wrt: Sequence[int]) -> Derivative | None:
-        """Return the pushforward in other control flow, as :meth:`pulled` returns the pullback.
+        """Return the pushforward in other control flow, as :meth:`expanded_pullback` does.
 
         The function takes the operands of :meth:`pushforward`.
         """
