@@ -187,7 +187,7 @@ def test_a_path_has_one_variable() -> None:
     for _ in range(2):
         source = FIRST.attribute("value", "x.value").item(key, "x.value[('a', 1)]")
         reads.add(EqualValue(source, 1))
-        assert reads.add_result(source, 1) == 0
+        assert reads.add_input(source, 1) == 0
     assert reads.values == (1,)
     assert reads.function(now())([Holder({key: 1})]) == (1,)
 

@@ -116,12 +116,13 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         ),
         (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _has_tangent(x), False),
     ]
-    for table, applies, twice in tables:
+    for table, applies, skipped_by_one_derivative in tables:
         for name, decomposition in table.items():
-            yield name, decomposition, applies, twice
+            yield name, decomposition, applies, skipped_by_one_derivative
             inplace = _inplace_name(name)
             if decomposition is not None and overload_of(inplace) is not None:
-                yield inplace, functools.partial(_write, decomposition), applies, twice
+                write = functools.partial(_write, decomposition)
+                yield inplace, write, applies, skipped_by_one_derivative
 
 
 def _has_constant_exponent(values: Sequence[Any]) -> bool:
@@ -297,7 +298,7 @@ def _differentiated(value: torch.Tensor) -> bool:
 on_first_level(
     register_replacements,
     {
-        name: (functools.partial(_replaced, decomposition, applies), twice)
-        for name, decomposition, applies, twice in _replacements()
+        name: (functools.partial(_replaced, decomposition, applies), skipped_by_one_derivative)
+        for name, decomposition, applies, skipped_by_one_derivative in _replacements()
     },
 )

@@ -50,7 +50,7 @@ from tsfunc.bridge.sizes.expressions import FUNCTIONS_OF_MATH
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
 from tsfunc.bridge.tracers.torch_settings import replaces_in_traces
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
-from tsfunc.bridge.tracers.user_queries import KINDS, LISTS, has_symbols, in_user_code
+from tsfunc.bridge.tracers.user_queries import LISTS, PYTHON_TYPES, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.user_checks import looked_up
 from tsfunc.types.sizes import DimExpr, solved_for
@@ -67,7 +67,7 @@ def size_text(size: Any) -> str:
 def kind_of(value: Any) -> type:
     """Return the kind of a plain or symbolic number: bool, int, float or complex."""
     for kind in (bool, int, float, complex):
-        if isinstance(value, kind) or KINDS.get(type(value)) is kind:
+        if isinstance(value, kind) or PYTHON_TYPES.get(type(value)) is kind:
             return kind
     raise TypeError(f"{type(value).__name__} is not a kind of number")
 
@@ -135,7 +135,7 @@ def numbers_as_tensors(
 
 
 def _as_tensor(value: Any) -> Any:
-    if type(value) in KINDS:
+    if type(value) in PYTHON_TYPES:
         return _tensor(value)
     return torch.tensor(value) if isinstance(value, bool | int | float | complex) else value
 
@@ -184,7 +184,7 @@ def _hinted(values: Sequence[Any]) -> list[Any]:
     """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
     return [
         type(value)(_hinted(value)) if type(value) in LISTS
-        else _hint(value) if type(value) in KINDS
+        else _hint(value) if type(value) in PYTHON_TYPES
         else value
         for value in values
     ]  # fmt: skip
@@ -227,7 +227,7 @@ def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> 
         parts = [_tensor(part, dtype, device) for part in data]
         return NotImplemented if NotImplemented in parts else torch.stack(parts)
     if dtype is None:
-        if type(data) not in KINDS and not isinstance(data, bool | int | float):
+        if type(data) not in PYTHON_TYPES and not isinstance(data, bool | int | float):
             return NotImplemented
         dtype = _dtype_of(data)
     return torch.full((), data, dtype=dtype, device=device)

@@ -42,7 +42,7 @@ from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.scoped_facts import scoped_facts
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.symbolic_numbers import divided
-from tsfunc.bridge.tracers.user_queries import KINDS
+from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
 from tsfunc.user_code import Location
@@ -494,7 +494,7 @@ class Symbols:
         """Return a symbolic number as a node, or as a constant if it is known."""
         expr = value.node.expr
         if expr in (True, False) or getattr(expr, "is_number", False):
-            return KINDS[type(value)](expr)
+            return PYTHON_TYPES[type(value)](expr)
         if expr not in self._nodes:
             self._nodes[expr] = self._node(expr)
             self._nodes[expr].meta["number"] = value

@@ -285,11 +285,11 @@ def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
         register_kernels(RANDOM_KEY_NAME, plain)
         return
     rest = after(RANDOM_KEY_NAME)
-    for name, (kernel, twice) in kernels.items():
+    for name, (kernel, skipped_by_one_derivative) in kernels.items():
         overload = overload_of(name)
         if overload is not None:
             made = functools.partial(kernel, overload, rest)
-            _handlers.replace(name.removeprefix("aten::"), made, twice)
+            _handlers.replace(name.removeprefix("aten::"), made, skipped_by_one_derivative)
 
 
 # --- the dispatch handlers of tracers

@@ -108,7 +108,7 @@ _HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handle
 # --- queries of symbolic sizes that add no guards
 
 
-KINDS: dict[type, Callable[[Any], Any]] = {
+PYTHON_TYPES: dict[type, Callable[[Any], Any]] = {
     torch.SymInt: int,
     torch.SymFloat: float,
     torch.SymBool: bool,
@@ -126,7 +126,7 @@ def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _any(values: Any) -> bool:
     for value in values:
         kind = type(value)  # isinstance would read the property __class__ of a tracer
-        if kind in KINDS or (kind in LISTS and _any(value)):
+        if kind in PYTHON_TYPES or (kind in LISTS and _any(value)):
             return True
     return False
 
@@ -144,7 +144,7 @@ def same_number(left: Any, right: Any) -> bool:
     """True if two numbers have one kind and are known to be equal; adds no guard."""
     if type(left) is not type(right):
         return False
-    symbolic = type(left) in KINDS
+    symbolic = type(left) in PYTHON_TYPES
     return bool(left.node.expr == right.node.expr if symbolic else left == right)
 
 

@@ -90,7 +90,7 @@ from tsfunc.user_code import user_location
 ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
 # The number of programs whose values besides the arguments are compared with a call's.
-_COMPARED = 8
+_MOST_COMPARED = 8
 
 
 class _ValuesByName(dict[str, Any]):
@@ -231,7 +231,7 @@ class CacheMiss:
 
     def _outside_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
         """Return, for the last programs of such arguments, the other values that differ."""
-        entries = [entry for entry in cache.entries if entry.tree == self.tree][:_COMPARED]
+        entries = [entry for entry in cache.entries if entry.tree == self.tree][:_MOST_COMPARED]
         if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
             entries = [each for each in entries if each.call_spec.bounds or each.call_spec.scalars]
         return [x for x in (each.outside_differences(self.flat) for each in entries) if x]

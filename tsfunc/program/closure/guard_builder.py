@@ -147,7 +147,7 @@ class InputNumbers:
             variable = f"number_{len(self.inputs)}"
             guards.add(ReadNumber(source, variable, type(value), value, _can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
-            position = guards.add_result(source, value)
+            position = guards.add_input(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)
 
     def of(self, text: str) -> Any:
@@ -344,7 +344,7 @@ class GuardBuilder:
         guards = self.guards_of(source.in_closure)
         if guards is not self.read_guards:
             return value
-        return OutsideRef(len(self._given) + guards.add_result(source, value))
+        return OutsideRef(len(self._given) + guards.add_input(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its source."""

@@ -88,7 +88,7 @@ def keys_condition(
     compared: list[tuple[str, list[Any]]] = []
     others: list[str] = []
     for at, each in zip(dicts, keys, strict=True):
-        if all(type(key) in _COMPARED for key in each):
+        if all(type(key) in _EXACT_TYPES for key in each):
             compared.append((at, list(each)))
         else:
             others.append(f"{name(_exact_keys)}({at}) != {name(_exact_keys(each))}")
@@ -109,7 +109,7 @@ def _exact_keys(keys: Iterable[Any]) -> list[Any]:
     return list(map(_exact, keys))
 
 
-_COMPARED = (str, int, bool, type(None))  # two equal values of one of these types are the same
+_EXACT_TYPES = (str, int, bool, type(None))  # two equal values of one of these types are the same
 
 
 def flatten_lines(

@@ -93,6 +93,9 @@ class _OfValue:
     def fact(self) -> tuple[str, Any]:
         return self.source.text, self.value
 
+    def fact_text(self) -> str:
+        return f"is {describe(self.value)}"
+
 
 @dataclass(frozen=True, eq=False)
 class SameObject(_OfValue, ReadGuard):
@@ -102,9 +105,6 @@ class SameObject(_OfValue, ReadGuard):
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.name(self.value)}"
-
-    def fact_text(self) -> str:
-        return f"is {describe(self.value)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +122,6 @@ class EqualValue(_OfValue, ReadGuard):
             return f"not same_float({at}, {code.name(value)})"
         return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
 
-    def fact_text(self) -> str:
-        return f"is {describe(self.value)}"
-
 
 @dataclass(frozen=True, eq=False)
 class SameContents(_OfValue, ReadGuard):
@@ -139,9 +136,6 @@ class SameContents(_OfValue, ReadGuard):
     def failure_condition(self, at: str, code: GuardCode) -> str:
         code.scope["same_value"] = same_value
         return f"not same_value({at}, {code.name(self.value)})"
-
-    def fact_text(self) -> str:
-        return f"is {describe(self.value)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -527,43 +521,43 @@ class ReadGuards:
 
     Attributes:
         guards: the guards.
-        results: the values that the program is called with after the arguments, by their sources.
+        inputs: the values that the program is called with after the arguments, by their sources.
     """
 
     guards: list[Guard] = field(default_factory=list)
-    results: list[tuple[Source, Any]] = field(default_factory=list)
+    inputs: list[tuple[Source, Any]] = field(default_factory=list)
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The current values of the results."""
-        return tuple(value for _, value in self.results)
+        """The current values of the inputs."""
+        return tuple(value for _, value in self.inputs)
 
     def add(self, *guards: Guard) -> None:
         self.guards.extend(guards)
 
-    def add_result(self, source: Source, value: Any) -> int:
-        """Add a value to the results; return its index among them."""
-        for i, (known, _) in enumerate(self.results):
+    def add_input(self, source: Source, value: Any) -> int:
+        """Add a value to the inputs; return its index among them."""
+        for i, (known, _) in enumerate(self.inputs):
             if known.path == source.path:
                 return i
-        self.results.append((source, value))
-        return len(self.results) - 1
+        self.inputs.append((source, value))
+        return len(self.inputs) - 1
 
     def guard_contents(self, source: Source, value: Any) -> None:
         """Guard a container of plain values by the equality of the whole."""
         self.add(SameContents(source, copy.copy(value)))
 
     def guard_input(self, source: Source, tensor: torch.Tensor) -> None:
-        """Guard a tensor by its type and sizes, and add it to the results."""
+        """Guard a tensor by its type and sizes, and add it to the inputs."""
         self.add(ReadTensor(source, tensor))
-        self.results.append((source, tensor))
+        self.inputs.append((source, tensor))
 
     def guard_identity(self, source: Source, tensor: torch.Tensor) -> None:
         """Guard a tensor by its identity, type and sizes."""
         self.add(SameObject(source, tensor), ClosureTensor(source, tensor))
 
     def make_input(self, source: Source, tensor: torch.Tensor) -> None:
-        """Relax a tensor's guard from identity to type and sizes, and add it to the results."""
+        """Relax a tensor's guard from identity to type and sizes, and add it to the inputs."""
         at = next(
             i for i, each in enumerate(self.guards)
             if isinstance(each, SameObject) and each.value is tensor
@@ -571,7 +565,7 @@ class ReadGuards:
         )  # fmt: skip
         assert isinstance(self.guards[at + 1], ClosureTensor)
         self.guards[at : at + 2] = [ReadTensor(source, tensor)]
-        self.results.append((source, tensor))
+        self.inputs.append((source, tensor))
 
     def differences(
         self, now: tuple[Any, ...], flat: Sequence[Any]
@@ -645,7 +639,7 @@ class ReadGuards:
         scope: Mapping[str, Any] = MappingProxyType({}),
         lazy: bool = False,
     ) -> ClosureGuard:
-        """Return the guard function of the flattened arguments, which returns the results.
+        """Return the guard function of the flattened arguments, which returns the inputs.
 
         Args:
             now: torch's settings.
@@ -653,8 +647,8 @@ class ReadGuards:
             scope: the names that these lines use.
             lazy: whether the function is compiled at its first call, which may never happen.
         """
-        code, results = self._code(now, lines, scope)
-        given = "".join(f"{name}, " for name in results)
+        code, inputs = self._code(now, lines, scope)
+        given = "".join(f"{name}, " for name in inputs)
         made: ClosureGuard = compile_guard("args", code.lines, f"({given})", code.scope, lazy)
         return made
 
@@ -668,15 +662,15 @@ class ReadGuards:
             opening: lines that flatten ``args, kwargs`` to ``args``.
             now, lines, scope: as for ``function``.
         """
-        code, results = self._code(now, [*opening, *lines], scope)
-        given = f"[{', '.join(['*args', *results])}]" if results else "args"
+        code, inputs = self._code(now, [*opening, *lines], scope)
+        given = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"
         made: Enter = compile_guard("args, kwargs", code.lines, given, code.scope)
         return made
 
     def _code(
         self, now: tuple[Any, ...], lines: Sequence[str], scope: Mapping[str, Any]
     ) -> tuple[GuardCode, list[str]]:
-        """Return the code of all guards, and the variables of the results."""
+        """Return the code of all guards, and the variables of the inputs."""
         code = GuardCode()
         code.scope |= {"Tensor": torch.Tensor, "same_float": same_float, **scope}
         code.add([SettingsAre(now)])
@@ -691,7 +685,7 @@ class ReadGuards:
                     code.lines.extend(each.lines(code))
         for kind in _LAST:
             code.add([each for each in self.guards if type(each) is kind])
-        return code, [code.variable(source) for source, _ in self.results]
+        return code, [code.variable(source) for source, _ in self.inputs]
 
     def _by_depth(self) -> Iterator[list[Guard]]:
         """Yield the guards whose paths are equally long: NOTE [guards by depth].

@@ -150,7 +150,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
             continue
         for tensor in replaced_tensors(change.before, change.after):
             builder.make_input(tensor)
-        number = builder.guards_of(change.source.in_closure).add_result(change.source, change.owner)
+        number = builder.guards_of(change.source.in_closure).add_input(change.source, change.owner)
         keeps = change.text not in builder.read or same_except_tensors(change.before, change.after)
         updates.append(
             Update(

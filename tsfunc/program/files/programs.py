@@ -124,7 +124,7 @@ class CallSpecReader:
     """
 
     def __init__(self, context: FileContext, keyword_order: bool) -> None:
-        self._of_keywords = keyword_order
+        self._keyword_order = keyword_order
         self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
@@ -133,7 +133,7 @@ class CallSpecReader:
         """Return the description that `encode_call_spec` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
         field.require_keys(keys, ("conditions", "properties", "one"))
-        arguments, leaves_field, dims, ambient_field = map(field.at, keys)
+        arguments, leaves_field, dims, settings_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
             arguments.expected("the structure of positional and keyword arguments")
@@ -151,7 +151,7 @@ class CallSpecReader:
                 leaves.append(scalars[-1].value)
             else:
                 leaves.append(ValueIs.from_json(i, leaf, self._values).value)
-        ambient = self._settings(ambient_field)
+        settings = self._settings(settings_field)
         _require_sizes(dims, inputs, bounds)
         conditions = tuple(
             ConditionHolds.from_json(each, bounds, scalars).condition
@@ -164,7 +164,7 @@ class CallSpecReader:
         one = field.get("one")
         groups = () if one is None else Aliasing.from_json(one, positions).groups
         return CallSpec(
-            tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
+            tree, tuple(leaves), tuple(inputs), bounds, settings, self._keyword_order, conditions,
             properties, groups, tuple(scalars),
         )  # fmt: skip
 

@@ -244,7 +244,7 @@ class ProgramState:
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
         if assigned:
-            self.read_guards.add_result(cells, state.values)
+            self.read_guards.add_input(cells, state.values)
         self.updates = tuple(assigned)
 
     def _read(self, field: Field, state: CellState, cells: Source) -> None:

@@ -58,7 +58,7 @@ def _tensors(program: ProgramData) -> Sequence[Any]:
 
 def _place(program: ProgramData, position: int) -> Any:
     """Return the place of a value that a program is called with: an argument, or a path."""
-    reads = () if program.read_guards is None else program.read_guards.results
+    reads = () if program.read_guards is None else program.read_guards.inputs
     first = len(program.argument_paths)
     return position if position < first else reads[position - first][0].path
 

@@ -45,7 +45,7 @@ from tsfunc.bridge.trace.torch_tracing import (
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.user_queries import KINDS
+from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
 
 # --- recurrent layers over a named dim of time, as torch's scan
 
@@ -438,7 +438,7 @@ class Writer:
         """
         expr = value.node.expr
         if not expr.free_symbols:
-            return KINDS[type(value)](expr)
+            return PYTHON_TYPES[type(value)](expr)
         known: dict[Any, Callable[[], torch.fx.Node]] = {}
         for operand in operands:
             meta = operand.meta if isinstance(operand, torch.fx.Node) else {}
