@@ -21,6 +21,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import describe_execution
 from tsfunc.bridge.trace.packaging import write_aoti_package, write_onnx
 from tsfunc.bridge.tracers.function_registry import registry
+from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.errors import (
     ExportError,
     FileFormatError,
@@ -282,8 +283,7 @@ def _function_rules(operator: str) -> list[list[str]]:
 def _way(entry: ops.OperatorEntry) -> str:
     if entry.rule is None:
         return describe_execution(entry.name)
-    rule = getattr(entry.rule, "__name__", repr(entry.rule))
-    return f"rule {rule}, {_shortened(entry.file)}:{entry.line}"
+    return f"rule {name_of_rule(entry.rule)}, {_shortened(entry.file)}:{entry.line}"
 
 
 def _shortened(file: str) -> str:

@@ -207,6 +207,21 @@ def condition_text(location: Location) -> str | None:
     return None
 
 
+def code_location(func: Any) -> tuple[str, int]:
+    """Return the file and the first line of a function; ("", 0) for one that is not in Python.
+
+    A decorator that keeps the function it wraps (``functools.wraps``) is skipped.
+    """
+    code = getattr(inspect.unwrap(func), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+
+
+def code_location_text(func: Any) -> str:
+    """Return the ``file:line`` of a function; an empty string for one that is not in Python."""
+    file, line = code_location(func)
+    return f"{file}:{line}" if file else ""
+
+
 # --- code of libraries
 
 

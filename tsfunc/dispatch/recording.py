@@ -14,6 +14,7 @@ from typing import Any
 
 from tsfunc.dispatch.recorder import KernelUse, Recorder, name_of_rule
 from tsfunc.dispatch.state import Level, tls, using
+from tsfunc.user_code import code_location_text
 
 
 def note(how: str, rule: str = "", source: str = "") -> None:
@@ -39,13 +40,10 @@ def run_as(
     recorder = tls.state.recorder
     if recorder is None:
         return rule(*args)
-    rule_in_code = inspect.unwrap(rule)
-    code = getattr(rule_in_code, "__code__", None)
-    source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     location, backward = recorder.location()
     use = KernelUse(
         operator, location, backward, level.key.name, level.name, level.depth, how,
-        name_of_rule(rule_in_code), source,
+        name_of_rule(inspect.unwrap(rule)), code_location_text(rule),
     )  # fmt: skip
     return recorder.run(use, lambda: rule(*args))
 

@@ -42,7 +42,6 @@ A rule returns ``NotImplemented`` for a call that it does not cover; the per-exa
 from __future__ import annotations
 
 import enum
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,6 +52,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.errors import DispatchError
+from tsfunc.user_code import code_location_text
 
 
 class Category(enum.Enum):
@@ -147,7 +147,7 @@ def row(*names: str) -> Callable[[Rule], Rule]:
     """Decorate the batching rule of one operator, or of several variants that share the rule."""
 
     def declared(rule: Rule) -> Rule:
-        declare(rule, names, _source_of(rule))
+        declare(rule, names, code_location_text(rule) or "?")
         return rule
 
     return declared
@@ -168,15 +168,10 @@ class Family:
         """Decorate the batching rule of operators of the family."""
 
         def declared(rule: Rule) -> Rule:
-            declare(rule, names, _source_of(rule), family=self)
+            declare(rule, names, code_location_text(rule) or "?", family=self)
             return rule
 
         return declared
-
-
-def _source_of(rule: Rule) -> str:
-    code = getattr(inspect.unwrap(rule), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
 
 
 def declare(

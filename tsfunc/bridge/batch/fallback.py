@@ -7,7 +7,6 @@ Private names used here (torch 2.13 and 2.14): ``OpOverload._schema`` names an o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
-from tsfunc.user_code import user_location, warn
+from tsfunc.user_code import code_location_text, user_location, warn
 
 _DECOMPOSITIONS = "torch._decomp.decompositions"  # the module whose decompositions are used
 _WAYS_TO_GIVE_A_RULE = "tsfunc.ops.row, or torch.library.register_vmap for an operator of your own"
@@ -151,9 +150,8 @@ def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tu
     """Return the name and ``file:line`` of a decomposition, as reports show them."""
     if op.composite and own_decomposition(op.name) is None:
         return "torch's own composite", ""
-    code = getattr(inspect.unwrap(decomposition), "__code__", None)  # C functions have none
-    position = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{decomposition.__module__}.{decomposition.__name__}", position
+    name = f"{decomposition.__module__}.{decomposition.__name__}"
+    return name, code_location_text(decomposition)
 
 
 def _implementation_of(prim: Any) -> Callable[..., Any] | None:

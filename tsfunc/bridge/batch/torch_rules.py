@@ -12,7 +12,7 @@ whether such a kernel exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from tsfunc.dispatch.recording import note
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.category_rules import rule_of_category
 from tsfunc.ops.registry import Category, Rule
+from tsfunc.user_code import code_location_text
 
 
 def run_torch_rule(
@@ -42,7 +43,7 @@ def run_torch_rule(
         return NotImplemented
     rule = vmap_rule(op.name)
     if rule is not None:
-        note("rule", name_of_rule(rule), _rule_source(rule))
+        note("rule", name_of_rule(rule), code_location_text(rule))
         dims, values = _batched(args, level)
         info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
         returned = rule(info, tuple(dims), *values, **kwargs)
@@ -102,8 +103,3 @@ def _by_tag(
         return out
     note("category", name_of_rule(rule))
     return wrap(out[0], out[1], level)
-
-
-def _rule_source(rule: Callable[..., Any]) -> str:
-    code = getattr(rule, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

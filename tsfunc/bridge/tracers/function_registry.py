@@ -24,7 +24,9 @@ from typing import Any, Final
 
 import torch
 
+from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.errors import DispatchError
+from tsfunc.user_code import code_location_text
 
 
 class Stage(enum.IntEnum):
@@ -82,14 +84,12 @@ class FunctionRule:
     @property
     def name(self) -> str:
         """The name of the rule's Python function."""
-        rule = inspect.unwrap(self.rule)
-        return getattr(rule, "__qualname__", repr(rule)).replace(".<locals>", "")
+        return name_of_rule(inspect.unwrap(self.rule))
 
     @property
     def source(self) -> str:
         """The ``file:line`` of the rule, or an empty string for a rule without Python code."""
-        code = getattr(inspect.unwrap(self.rule), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        return code_location_text(self.rule)
 
 
 class FunctionRules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.table import Classifier, Line, read_table
 from tsfunc.ops.catalogue.trial import Evidence, Trial
 from tsfunc.ops.registry import Category, Rule, find
+from tsfunc.user_code import code_location
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def lookup(operator: Any) -> OperatorEntry:
     rule = row.rule if row is not None else reader().vmap_rule(name)
     if row is not None and row.category is not None:
         category, source = row.category, f"registered at {row.source}"
-    file, number = _place(rule)
+    file, number = ("", 0) if rule is None else code_location(rule)
     return OperatorEntry(name, category, source, line.facts, line.evidence, rule, file, number)
 
 
@@ -121,14 +121,6 @@ def _unknown(operator: Any, name: str) -> str:
     if similar:
         return f"{start} Similar names are: {', '.join(similar)}."
     return f"{start} A custom operator must be defined first."
-
-
-def _place(rule: Rule | None) -> tuple[str, int]:
-    """Return the file and line of a rule's function."""
-    if rule is None:
-        return "", 0
-    code = getattr(inspect.unwrap(rule), "__code__", None)
-    return (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
 
 
 def category_of(name: str) -> Category | None:

@@ -38,6 +38,7 @@ from tsfunc.types.single import ANY, TSCustomClass, TSMetaType, TSPrimitiveType,
 from tsfunc.types.sizes import solved_for
 from tsfunc.types.unions import TSUnion
 from tsfunc.types.values import is_array
+from tsfunc.user_code import code_location_text
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
 
@@ -415,8 +416,8 @@ def _with_opaque_parts(
 
 
 def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
-    code = getattr(inspect.unwrap(func), "__code__", None)
-    at = f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    place = code_location_text(func)
+    at = f" at {place}" if place else ""
     if by == "descriptor":
         return f"Its descriptor says so: describe {parameter!r} with a concrete type."
     return (
