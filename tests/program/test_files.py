@@ -326,6 +326,17 @@ class TestRoundTrips:
         load(tmp_path / "a").save(tmp_path / "c")
         assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()
 
+    def test_a_loaded_program_has_the_conditions_on_its_numbers(self, tmp_path: Path) -> None:
+        f = specialize(lambda x, k: x * k if k > 3 else x - k)
+        for k in (5.0, 6.0, 7.0):
+            f(torch.ones(2), k)
+        f.save(tmp_path / "f.tsf", exact=True)
+        program, loaded = f.program, load(tmp_path / "f.tsf").program
+        assert [each.text for each in program.conditions] == ["k > 3.0"]
+        assert [each.text for each in loaded.conditions] == ["k > 3.0"]
+        assert loaded.groups == program.groups
+        assert len(loaded.property_guards) == len(program.property_guards)
+
 
 class TestTensors:
     def test_views_of_one_storage_stay_views_of_one(self, tmp_path: Path) -> None:

@@ -381,6 +381,7 @@ def _of_call_spec(
             argument_paths=argument_paths_of(signature, len(call_spec.leaves), call_spec.tree),
             signature=signature,
             guards=guards_of_call_spec(call_spec, signature),
+            conditions=call_spec.conditions,
             property_guards=call_spec.property_guards,
             groups=call_spec.groups,
         )
