@@ -135,7 +135,7 @@ class Field:
             self.expected("an object")
         return Field(self.value[key], self, key) if key in self.value else None
 
-    def require_keys(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    def require_keys(self, required: Sequence[str], optional: Sequence[str]) -> None:
         """Check that an object has the required keys, and no others except the optional ones."""
         if type(self.value) is not dict:
             self.expected(f"an object with {', '.join(required)}")

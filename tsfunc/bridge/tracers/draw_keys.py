@@ -144,9 +144,9 @@ def _counting_levels(levels: Sequence[Level], first: int = 0) -> list[_Vmap]:
     return counting
 
 
-def draws_are_counted(first: int = 0) -> bool:
-    """True if examples of an active vmap of this depth or deeper draw as if alone."""
-    return bool(_counting_levels(tls.state.levels, first))
+def draws_are_counted() -> bool:
+    """True if examples of an active vmap draw as if alone."""
+    return bool(_counting_levels(tls.state.levels))
 
 
 def draw_counts(first: int = 0) -> DrawCounts:

@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.operators import overload_of, vmap_rule
 from tsfunc.ops.catalogue.signature import Argument, OperatorSignature, Reader
 
 
-def registered(namespace: str = "") -> list[str]:
+def registered(namespace: str) -> list[str]:
     """Return the sorted names of all overloads of a namespace, or of all namespaces if empty."""
     start = f"{namespace}::" if namespace else ""
     return sorted(name for name in _dispatch_get_all_op_names() if name.startswith(start))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tsfunc.ops.catalogue.classify import Overloads, Verdict, verdict
-from tsfunc.ops.catalogue.decisions import Decisions, read
+from tsfunc.ops.catalogue.decisions import read
 from tsfunc.ops.catalogue.facts import Facts, ResultDims, facts_of
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.signature import OperatorSignature
@@ -95,11 +95,9 @@ def render(lines: Iterable[Line]) -> str:
 class Classifier:
     """Classifies operators of the installed torch by the rules and decisions."""
 
-    def __init__(
-        self, evidence: Mapping[str, Evidence], decisions: Decisions | None = None
-    ) -> None:
+    def __init__(self, evidence: Mapping[str, Evidence]) -> None:
         self.evidence = evidence
-        self.decisions = decisions if decisions is not None else read()
+        self.decisions = read()
         self.lines: dict[str, Line] = {}
         self.overloads: Overloads = functools.lru_cache(None)(self._overloads)
 

@@ -145,7 +145,7 @@ class FunctionCall(ExpandedOperator):
     opaque = True
 
     def __init__(
-        self, callee: Callee, maps: Sequence[EnclosingVmap] = (), written: Sequence[int] = ()
+        self, callee: Callee, maps: Sequence[EnclosingVmap], written: Sequence[int]
     ) -> None:
         super().__init__(callee.name, ())
         self.callee, self.maps, self.written = callee, maps, written
