@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, expand_to_front
+from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, flat_by_example
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
@@ -24,11 +24,6 @@ def _refuse_update() -> None:
 def _channels(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return the tensor as (N, batch * C, ...)."""
     return expand_at(x, at, size, 1).flatten(1, 2)
-
-
-def _flat(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
-    """Return one value for each channel of each example."""
-    return None if x is None else expand_to_front(x, at, size).flatten()
 
 
 def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
@@ -88,7 +83,7 @@ def _normalize(
     updated = training and mean is not None and momentum != 0 and mean.numel() != 0
     if updated and at is not None and (m is None or v is None):
         _refuse_update()
-    flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
+    flat = [flat_by_example(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
     if training and mean is not None:
         # The kernel writes into a copy, because autograd saves the original.
         flat[2:] = [t.clone() for t in flat[2:] if t is not None]
@@ -159,7 +154,7 @@ def batch_norm_functional(
 ) -> Any:
     """The new running statistics are results, which can be batched."""
     size = level.batch_size
-    flat = [_flat(t, d, size) for t, d in zip(args[1:5], dims[1:5], strict=True)]
+    flat = [flat_by_example(t, d, size) for t, d in zip(args[1:5], dims[1:5], strict=True)]
     *results, mean, var = op(_channels(args[0], dims[0], size), *flat, *args[5:])
     outs, out_dims = _results(results, size, 1)
     (mean, m), (var, v) = _split(mean, size), _split(var, size)
@@ -178,7 +173,7 @@ def _backward(
     if not size:
         raise NoExamples  # without channels the kernel divides by zero and crashes the process
     full = [_channels(t, d, size) for t, d in zip(tensors[:2], dims[:2], strict=True)]
-    flat = [_flat(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
+    flat = [flat_by_example(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
     grad_x, *grads = call(*full, *flat)
     if grad_x is not None:
         grad_x = grad_x.unflatten(1, (size, grad_x.shape[1] // size))

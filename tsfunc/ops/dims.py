@@ -74,6 +74,11 @@ def expand_to_front(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if at is None else batch_to_front(x, at)
 
 
+def flat_by_example(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
+    """Return the values of all examples in one dim, one example after the other; None for None."""
+    return None if x is None else expand_to_front(x, at, size).flatten()
+
+
 def at_least_one_dim(x: Tensor, dim: int) -> Tensor:
     """Return the tensor with an entry of zeros along a dim that is empty, or may be in a trace."""
     size = x.shape[dim]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batch_to_front, expand_to_front, refuse_inplace
+from tsfunc.ops.dims import batch_to_front, expand_to_front, flat_by_example, refuse_inplace
 from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
@@ -84,10 +84,6 @@ def embedding_dense_backward(
     return out.unflatten(0, (size, count)), 0
 
 
-def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
-    return None if x is None else expand_to_front(x, at, size).flatten()
-
-
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def embedding_bag(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -112,7 +108,7 @@ def embedding_bag(
         weight = weight.flatten(0, 1)
     count, entries = bags.shape[1], indices.shape[1]
     bags = (bags + offsets(bags, size, entries)).flatten()
-    scales = _bag_weights(scales, s, size)
+    scales = flat_by_example(scales, s, size)
     out, to_bag, sizes, largest = op(
         weight, indices.flatten(), bags, by_frequency, mode, False, scales, False, padding
     )

@@ -16,6 +16,7 @@ from tsfunc.ops.dims import (
     batch_to_front,
     expand_at,
     flatten_logical,
+    logical_shape,
     refuse_inplace,
 )
 from tsfunc.ops.registry import Dims, Family, RuleLevel
@@ -171,11 +172,7 @@ def is_same_size(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare the logical sizes."""
-
-    def sizes(x: Tensor, at: int | None) -> list[Any]:
-        return [size for dim, size in enumerate(x.shape) if dim != at]
-
-    return sizes(args[0], dims[0]) == sizes(args[1], dims[1]), None
+    return logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1]), None
 
 
 COPIES.rows(

@@ -43,13 +43,15 @@ def level_to_batch(leaves: Sequence[Any]) -> BatchLevel | None:
     level = innermost_level(leaves)
     if not isinstance(level, BatchLevel):
         return None
-    return level if any(_is_batched(leaf, level) for leaf in leaves) else None
+    return level if any(_is_batched_at(leaf, level) for leaf in leaves) else None
 
 
-def _is_batched(leaf: Any, level: BatchLevel) -> bool:
+def _is_batched_at(leaf: Any, level: BatchLevel) -> bool:
     if not (isinstance(leaf, BatchTracer) and leaf.dispatch_level is level):
         return False
-    return leaf.bdim is not None or (level.forward > 0 and _is_batched(unpack_dual(leaf)[1], level))
+    return leaf.bdim is not None or (
+        level.forward > 0 and _is_batched_at(unpack_dual(leaf)[1], level)
+    )
 
 
 def call_rule(

@@ -42,6 +42,7 @@ from tsfunc.bridge.grad.mapped_function import (
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_ended
+from tsfunc.bridge.tracers.checks import is_batched
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
@@ -110,13 +111,7 @@ def _lacks_rule(cls: Any, args: Sequence[Any]) -> bool:
     """True if an argument is batched, and a user's class has no rule for it."""
     has_rule = cls.vmap is not _torch_vmap or cls.generate_vmap_rule
     is_ours = cls.__module__.partition(".")[0] == "tsfunc"
-    return not has_rule and not is_ours and any(map(_is_batched, args))
-
-
-def _is_batched(arg: Any) -> bool:
-    while isinstance(arg, GradTracer):
-        arg = arg.value
-    return isinstance(arg, BatchTracer)
+    return not has_rule and not is_ours and any(map(is_batched, args))
 
 
 apply_hook.hook(_apply, _apply_seen)

@@ -236,11 +236,16 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 def _slice(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     length = x.shape[ints[0]] // mesh.sizes[axis]
     own = x.narrow(ints[0], mesh.index(axis) * length, length)
-    return own.clone(memory_format=torch.contiguous_format)
+    return own_copy(own)
+
+
+def own_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _same(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+    return own_copy(x)
 
 
 def _share(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:

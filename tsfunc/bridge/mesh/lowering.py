@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.exchanges import permuted_counts, result_dtype
+from tsfunc.bridge.mesh.exchanges import own_copy, permuted_counts, result_dtype
 from tsfunc.bridge.mesh.meshes import mesh_named, split_check
 from tsfunc.bridge.mesh.operators import INDEX, MAP
 
@@ -39,39 +39,35 @@ def _exchange_reals(
     x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int
 ) -> Tensor:
     if kind in ("sum", "total"):
-        return _waited("all_reduce", _own_copy(x), "sum", group)
+        return _waited("all_reduce", own_copy(x), "sum", group)
     if kind == "scatter":
         sent = x.movedim(ints[0], 0)
-        flat = _waited("reduce_scatter_tensor", _own_copy(sent).view(-1), "sum", size, group)
+        flat = _waited("reduce_scatter_tensor", own_copy(sent).view(-1), "sum", size, group)
         return flat.view(sent.shape[1:])
     if kind in ("gather", "tile"):
-        flat = _waited("all_gather_into_tensor", _own_copy(x).view(-1), size, group)
+        flat = _waited("all_gather_into_tensor", own_copy(x).view(-1), size, group)
         parts = flat.view(size, *x.shape).movedim(0, ints[0])
-        return _own_copy(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
+        return own_copy(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
     if kind == "all_to_all":
         sent = x.movedim(ints[0], 0)
         each = [sent.numel() // size] * size
-        flat = _waited("all_to_all_single", _own_copy(sent).view(-1), each, each, group)
-        return _own_copy(flat.view(sent.shape).movedim(0, ints[1]))
+        flat = _waited("all_to_all_single", own_copy(sent).view(-1), each, each, group)
+        return own_copy(flat.view(sent.shape).movedim(0, ints[1]))
     if kind == "permute":
         return _permuted(x, ints, group, size, me)
     if kind == "slice":
         length = x.shape[ints[0]] // size
-        return _own_copy(x.narrow(ints[0], me * length, length))
+        return own_copy(x.narrow(ints[0], me * length, length))
     if kind == "share":
-        return _own_copy(x / size)
-    return _own_copy(x)  # enter, leave, join
+        return own_copy(x / size)
+    return own_copy(x)  # enter, leave, join
 
 
 def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
     sends, receives = permuted_counts(ints, x.numel(), size, me)
-    sent = _own_copy(x).view(-1) if any(sends) else x.new_empty(0)
+    sent = own_copy(x).view(-1) if any(sends) else x.new_empty(0)
     flat = _waited("all_to_all_single", sent, receives, sends, group)
     return flat.view(x.shape) if any(receives) else torch.zeros_like(x)
-
-
-def _own_copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _waited(name: str, x: Tensor, *args: Any) -> Tensor:

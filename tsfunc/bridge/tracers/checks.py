@@ -185,7 +185,8 @@ def _raised(error_type: type[Exception], message: Callable[[], Any] | None) -> E
                       else str(message()))  # fmt: skip
 
 
-def _is_batched(value: Any) -> bool:
+def is_batched(value: Any) -> bool:
+    """True for a tensor of a vmap, also one that other transforms differentiate by."""
     while isinstance(value, GradTracer):
         value = value.value
     return isinstance(value, BatchTracer)
@@ -198,7 +199,7 @@ _with_tensor: Any = torch._check_tensor_all_with
 
 @functools.wraps(_with_bool)
 def _check_with(error_type: Any, cond: Any, message: Any) -> None:
-    if not _is_batched(cond):
+    if not is_batched(cond):
         _with_bool(error_type, cond, message)
     elif not cond.all():
         raise _raised(error_type, message)
@@ -232,7 +233,7 @@ def _assert_async(
     value: Any = condition
     while isinstance(value, BatchTracer | GradTracer):
         value = value.value
-    if not _is_batched(condition) or type(value) is not torch.Tensor or not value.is_cpu:
+    if not is_batched(condition) or type(value) is not torch.Tensor or not value.is_cpu:
         return NotImplemented
     if condition.numel() != 1:
         raise RuntimeError(f"_assert_async: expected one value, got {condition.numel()}.")

@@ -42,7 +42,7 @@ from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descript
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.single import TSTensor, Value
-from tsfunc.types.values import describe, same_value
+from tsfunc.types.values import describe, plain_name, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
 
@@ -309,7 +309,7 @@ def fact_text(value: Any) -> str:
     if value is ABSENT:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):
-        return str(value).removeprefix("torch.")
+        return plain_name(value)
     if isinstance(value, type):
         return value.__qualname__
     plain = type(value) in (int, bool, float, tuple, UnquotedText, OfBranch)
@@ -524,7 +524,7 @@ class Cache:
         warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
-    def __init__(self, limit: int, auto_widen: bool = True) -> None:
+    def __init__(self, limit: int, auto_widen: bool) -> None:
         self.limit = limit
         self.auto_widen = auto_widen
         self.lock = threading.RLock()

@@ -34,6 +34,7 @@ from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.fields import LONGEST_INT, Field
 from tsfunc.program.files.values import ValueReader, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
+from tsfunc.types.values import plain_name
 
 # --- operators of a file: looked up by name, with their arguments checked against their schemas
 
@@ -208,7 +209,7 @@ def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
     if None in shape or None in strides:
         return None
     return {
-        "dtype": str(value.dtype).removeprefix("torch."),
+        "dtype": plain_name(value.dtype),
         "shape": shape,
         "strides": strides,
         "device": str(value.device),
@@ -228,7 +229,7 @@ def encode_display_meta(node: torch.fx.Node) -> Any | None:
     if known.layout is not torch.strided:
         return None
     return {
-        "dtype": str(known.dtype).removeprefix("torch."),
+        "dtype": plain_name(known.dtype),
         "shape": [dim if isinstance(dim, int) else printable(dim) for dim in known.shape],
         "device": str(known.device),
     }

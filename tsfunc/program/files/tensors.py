@@ -22,6 +22,7 @@ from tsfunc.program.files.values import (
     NoFileForm,
     ValueReader,
 )
+from tsfunc.types.values import plain_name
 
 # The dtypes that every version of safetensors has.
 _NATIVE = (
@@ -118,7 +119,7 @@ def _require_plain(tensor: torch.Tensor) -> None:
 
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:
     return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": plain_name(tensor.dtype),
         "shape": list(tensor.shape),
         "device": str(tensor.device),
         "requires_grad": tensor.requires_grad,

@@ -31,17 +31,13 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.program.fields import Field
-from tsfunc.types.values import class_name, find
+from tsfunc.types.values import class_name, find, plain_name
 
 # --- values as JSON: arguments of operators, and arguments of a function that are constants
 
 
 def _constants(kind: type) -> dict[str, Any]:
-    return {
-        str(value).removeprefix("torch."): value
-        for value in vars(torch).values()
-        if isinstance(value, kind)
-    }
+    return {plain_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
 DTYPES: dict[str, torch.dtype] = _constants(torch.dtype)
@@ -112,7 +108,7 @@ def encode(
         return {"complex": [encode(value.real), encode(value.imag)]}
     if type(value) is slice:
         return {"slice": [encode(x, node, other) for x in (value.start, value.stop, value.step)]}
-    return {_kind(value): _spell(value)}
+    return {_kind(value): plain_name(value)}
 
 
 def printable(text: str) -> str:
@@ -133,10 +129,6 @@ _NAMED: dict[type, str] = {
     torch.memory_format: "memory_format",
     torch.device: "device",
 }
-
-
-def _spell(value: Any) -> str:
-    return str(value).removeprefix("torch.")
 
 
 class ValueReader:

@@ -12,6 +12,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.mesh.exchanges import COLLECTIVES
 from tsfunc.bridge.mesh.operators import MAP
+from tsfunc.types.values import plain_name
 
 # --- properties of a program's values that are known before it runs
 
@@ -158,7 +159,7 @@ def _row(value: Properties, columns: list[str]) -> Iterator[str]:
 
 
 def _plain(value: object) -> str:
-    return value.__name__ if isinstance(value, type) else str(value).removeprefix("torch.")
+    return value.__name__ if isinstance(value, type) else plain_name(value)
 
 
 _SHOWN = 8  # maximum number of elements of a constant in a table
@@ -329,7 +330,7 @@ _LONGEST = 24  # maximum number of characters of a call's arguments
 def _argument(value: object) -> str:
     if isinstance(value, list | tuple) and any(isinstance(v, torch.fx.Node) for v in value):
         return f"[{', '.join(_argument(each) for each in value)}]"
-    return "·" if isinstance(value, torch.fx.Node) else str(value).removeprefix("torch.")
+    return "·" if isinstance(value, torch.fx.Node) else plain_name(value)
 
 
 def _type(node: torch.fx.Node, known: ProgramProperties) -> str:

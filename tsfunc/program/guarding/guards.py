@@ -51,7 +51,7 @@ from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.size_facts import fact_code
 from tsfunc.types.sizes import solved_for
-from tsfunc.types.values import describe, same_value, tensor_text
+from tsfunc.types.values import describe, plain_name, same_value, tensor_text
 
 Facts = Mapping[str, Any]
 Encode = Callable[[Any], Any]
@@ -236,7 +236,7 @@ class TensorMeta(ArgumentGuard):
         spec, x = self.spec, self.spec.example
         return {
             "tensor": spec.name,
-            "dtype": str(x.dtype).removeprefix("torch."),
+            "dtype": plain_name(x.dtype),
             "device": str(x.device),
             "requires_grad": None if spec.any_grad else x.requires_grad,
             "shape": list(x.shape),
