@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import tsfunc
 from tests.transforms.support import leaves, same
-from tsfunc import checkpoint, grad, jvp, specialize, vmap
+from tsfunc import checkpoint, grad, jvp, specialize, vjp, vmap
 from tsfunc import checkpoint_policies as policies
 from tsfunc.bridge.tracers.memory_meter import Meter
 
@@ -59,6 +59,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "its argument": lambda x, w: x,
     "a write that is not recorded": lambda x, w: x * w / limited(x.square() + w.square()),
     "such a write in a vmap": lambda x, w: vmap(lambda a: a * x / limited(x * x + a))(w * w).sum(0),
+    "a determinant": lambda x, w: torch.linalg.det(w.outer(w) + x.diag()) * x,
     "a view": lambda x, w: (x * w).flip(0)[None].T.squeeze(),
 }
 
@@ -93,6 +94,10 @@ NESTINGS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     ),
     "jvp(jvp)": lambda f: jvp(lambda w, x: jvp(f, (w, x), (x, w))[1], (W, X[0]), (X[1], W)),
     "grad(grad)": lambda f: grad(summed(grad(f, (0, 1))), (0, 1))(W, X[0]),
+    "grad(vjp)": lambda f: grad(
+        lambda w, x: vjp(f, w, x)[1](torch.ones((), dtype=w.dtype))[1].sin().sum(), (0, 1)
+    )(W, X[0]),
+    "the pullback of a gradient": lambda f: vjp(grad(f, (0, 1)), W, X[0])[1]((X[1], W)),
     "grad(vmap(grad))": lambda f: grad(summed(each(grad(f, (0, 1)))), (0, 1))(W, X),
     "vmap(vmap(grad))": lambda f: each(each(grad(f, (0, 1))))(W, X[None]),
     "specialize(vmap(grad))": lambda f: specialize(each(grad(f, (0, 1))))(W, X),

@@ -115,18 +115,6 @@ def differentiates_here() -> bool:
 
 
 # The contexts that every derivative enters are classes: a generator's costs three times as much.
-class differentiating:
-    """Context manager: ``differentiates_here`` is True within the block."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        outermost.recording += 1
-
-    def __exit__(self, *error: object) -> None:
-        outermost.recording -= 1
-
-
 class _Recorded:
     """Context manager: autograd sees a level's tensors, and their values only if it did before.
 

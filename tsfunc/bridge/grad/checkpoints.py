@@ -30,13 +30,13 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
+from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.grad.duals import Duals
 from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
-from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
-from tsfunc.bridge.tracers.registrations import on_first_transform
+from tsfunc.bridge.tracers.registrations import on_first_transform, watching_random
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
@@ -85,7 +85,7 @@ def _generator(
     if not state.levels and given is not None:
         state = given.inner  # for a thread that was started inside of the level
     captured = [level.torch_state for level in state.levels if isinstance(level, TracerLevel)]
-    inside = differentiates_here()
+    derivatives = max(outermost.recording, int(differentiates_here()))
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     made: list[Any] = []
@@ -97,7 +97,7 @@ def _generator(
             reenter(state.with_fresh_remap_args()),
             mark_rerun(captured),
             _recording_at(recorded),
-            differentiating() if inside else nullcontext(),
+            _inside_derivatives(derivatives),
             replaying(made),
             drawn.replaying(),
             duals.rerun(args) as given,
@@ -136,6 +136,21 @@ def _recording_at(levels: Sequence[tuple[TracerLevel, int]]) -> Iterator[None]:
     finally:
         for level, more in added:
             level.autograd -= more
+
+
+@contextmanager
+def _inside_derivatives(count: int) -> Iterator[None]:
+    """Context manager: the given number of derivatives record on this thread.
+
+    Some operators are decomposed inside of several derivatives (NOTE [derivatives of forward
+    formulas]), and a function that runs again must save as many tensors as before.
+    """
+    before, outermost.recording = outermost.recording, count
+    try:
+        with watching_random() if count > 1 else nullcontext():
+            yield
+    finally:
+        outermost.recording = before
 
 
 def is_reentrant(cls: type) -> bool:
