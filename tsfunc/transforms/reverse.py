@@ -86,10 +86,11 @@ class RecordedRun:
             self.outputs, self.inputs, self.level
         )
 
-    def _is_outside_of(self, values: Sequence[torch.Tensor]) -> bool:
-        """True if a value belongs to a level inside of the level of the run."""
+    def _inner_levels(self, values: Sequence[torch.Tensor]) -> list[TracerLevel]:
+        """Return the levels of values that are inside of the level of the run."""
         depth = 0 if self.level is None else self.level.depth
-        return any(isinstance(x, Tracer) and x.dispatch_level.depth > depth for x in values)
+        levels = [x.dispatch_level for x in values if isinstance(x, Tracer)]
+        return [level for level in levels if level.depth > depth]
 
     def refuse_inner_duals(self, cotangents: Sequence[torch.Tensor]) -> None:
         """Raise if cotangents belong to a jvp that is inside of another jvp of the recorded run.
@@ -97,18 +98,13 @@ class RecordedRun:
         The pass meets saved tensors that have tangents of the outer jvp, and C++ would take these
         for tangents of the inner one. ``jvp`` then differentiates the pullback instead.
         """
-        level = self.level
-        if not autograd.may_carry_outer_tangents(level):
+        if not autograd.may_carry_outer_tangents(self.level):
             return
-        depth = 0 if level is None else level.depth
-        for ct in cotangents:
-            if isinstance(ct, Tracer):
-                inner = ct.dispatch_level
-                if inner.depth > depth and inner.forward:
-                    raise NotImplementedError(
-                        "The pullback of vjp does not support forward mode AD inside of another "
-                        "jvp, which the pullback was made in."
-                    )
+        if any(level.forward for level in self._inner_levels(cotangents)):
+            raise NotImplementedError(
+                "The pullback of vjp does not support forward mode AD inside of another jvp, which "
+                "the pullback was made in."
+            )
 
     def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
         """Return a cotangent for each input; zeros if no output depends on the input."""
@@ -121,7 +117,7 @@ class RecordedRun:
             or (not self.outer_grad and self.depends_on_others())
             # The saved values may carry tangents of an outer jvp, and the cotangents be of an inner
             # level: a pass that is not recorded loses these.
-            or (autograd.can_carry_tangents() and self._is_outside_of(cotangents))
+            or (autograd.can_carry_tangents() and bool(self._inner_levels(cotangents)))
         )
         again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording(level) if again else autograd.unrecorded(level):

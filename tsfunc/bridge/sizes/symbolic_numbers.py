@@ -12,7 +12,9 @@ schema, and becomes ``torch.full``.
 
 Private names used here (torch 2.13 and 2.14): the kind of an argument's ``real_type`` in an
 overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
-the call; ``torch.return_types`` has the named tuples of functions with several results.
+the call; ``torch.return_types`` has the named tuples of functions with several results;
+``torch.utils._sympy.functions`` has the functions of ``math`` in expressions;
+``create_symfloatnode`` makes a symbolic number of an expression.
 
 NOTE [functions of math]
 ``math.cos`` is written in C and needs the value of a symbolic number, which would be a constant of
@@ -28,9 +30,6 @@ lookup depends on the keys alone that equal the number, so the number is compare
 (these comparisons are guards), and its hash is that of its value in the call. The container is read
 off the bytecode of the caller. Any other use of the hash is refused, as in torch: ``seen[epoch] =
 x`` would put the symbol into the dict.
-
-Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy.functions`` has the functions of
-``math`` in expressions; ``create_symfloatnode`` makes a symbolic number of an expression.
 """
 
 from __future__ import annotations

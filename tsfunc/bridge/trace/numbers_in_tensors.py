@@ -10,6 +10,7 @@ that only moves elements runs on their positions in a list; arithmetic appends t
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -244,17 +245,6 @@ def _remainder(a: Any, b: Any) -> Any:
     return a % b
 
 
-def _sum(numbers: Sequence[Any]) -> Any:
-    return sum(numbers)
-
-
-def _product(numbers: Sequence[Any]) -> Any:
-    product: Any = 1
-    for number in numbers:
-        product = product * number
-    return product
-
-
 def _largest(numbers: Sequence[Any]) -> Any:
     if not numbers:
         raise _Unknown
@@ -294,5 +284,5 @@ _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
 _OF_ONE: Final = frozenset({"neg"})
 # Those that compute one number from all elements.
 _FOLDS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
-    "sum": _sum, "prod": _product, "max": _largest, "min": _least,
+    "sum": sum, "prod": math.prod, "max": _largest, "min": _least,
 }  # fmt: skip

@@ -143,7 +143,7 @@ class CustomAutogradFunction(TracedCallee):
         wrt: the tensors that have tangents.
         backward: takes the saved values, the numbers, tensors with the shapes of the function's,
             and a cotangent for each result of `differentiable`; returns a cotangent or None for
-            each tensor. None if there is no reverse mode.
+            each tensor. None without reverse mode.
         push: the ``jvp`` method: takes the same inputs as ``backward`` with a tangent for each
             tensor of `wrt` in place of cotangents; returns a tangent or None for each result.
     """
