@@ -117,8 +117,11 @@ _library_modules: set[Any] = set()  # the names of modules of these packages, as
 
 def user_frame() -> FrameType:
     """Return the innermost frame outside this package and torch; else the outermost frame."""
-    frame = sys._getframe(1)
-    while (back := frame.f_back) is not None and not is_user_frame(frame):
+    frame, known = sys._getframe(1), _library_modules
+    while (back := frame.f_back) is not None:
+        # A trace comes here for every operator, below ten frames of libraries.
+        if frame.f_globals.get("__name__") not in known and is_user_frame(frame):
+            break
         frame = back
     return frame
 

@@ -171,12 +171,13 @@ def test_named_dims(traces: Traces) -> None:
 @pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad"])
 def test_transforms_inside_of_the_trace(name: str, traces: Traces) -> None:
     def f(x: Tensor) -> Tensor:
-        for _ in range(3):
+        for _ in range(5):
             x = (x.tanh() * 2).sin()
         return x.sum()
 
     transformed = {"grad": grad(f), "vmap": vmap(f), "vmap of grad": vmap(grad(f))}[name]
-    assert traces.both(transformed, [r(3) if name == "grad" else r(4, 3)]) > 3
+    # The second call of a vmap's operator may come by another handler than the first one.
+    assert traces.both(transformed, [r(3) if name == "grad" else r(4, 3)]) >= 9
 
 
 def test_a_training_step(traces: Traces) -> None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ from tsfunc.bridge.sizes.fake_results import (
 )
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes
+from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
@@ -270,8 +269,10 @@ class RepeatedCalls:
         level = self._level
         args = [_filled(arg, operands) for arg in known.args]
         kwargs = {name: _filled(arg, operands) for name, arg in known.kwargs.items()}
-        mode = nullcontext() if dispatched else torch.set_grad_enabled(torch.is_grad_enabled())
-        with level.guard(), DisableTorchFunction(), mode:
+        mode = torch.is_grad_enabled()
+        with level.guard(), DisableTorchFunction():
+            if not dispatched:
+                set_grad_mode(mode)
             values = self._results.made(known.results, [x.value for x in operands])
             out = self._record(known.op, args, kwargs, values, level)
         return out if known.container is None else known.container(out)

@@ -272,7 +272,7 @@ _FACTORY_OPTIONS = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
 def runs_in_cpp(function: Any) -> bool:
     """True for an overload of an operator of torch's own, whose kernels are C++."""
-    return isinstance(function, OpOverload) and function.namespace == "aten"
+    return isinstance(function, OpOverload) and function._schema.name.startswith("aten::")
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C import _is_torch_function_mode_enabled
@@ -167,13 +167,16 @@ def environment_of(shape: Sequence[Any]) -> Any:
 
 def suppress_guards(fake: FakeTensorMode) -> AbstractContextManager[Any]:
     """Suppress the guards of a block that only makes views of known tensors."""
-    return nullcontext() if fake.shape_env is None else defer_guards(fake.shape_env)
+    return _NO_GUARDS if fake.shape_env is None else defer_guards(fake.shape_env)
 
 
 def suppress_guards_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
     """Suppress the guards of a block on the sizes of one shape."""
     env = environment_of(shape)
-    return nullcontext() if env is None else defer_guards(env)
+    return _NO_GUARDS if env is None else defer_guards(env)
+
+
+_NO_GUARDS: Final = nullcontext()  # fixed sizes
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.fx
@@ -66,6 +66,8 @@ def _spell(value: Any, names: SourceNames) -> str:
     """Return an argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
+    if type(value) in _LITERALS:
+        return repr(value)
     if isinstance(value, OutsideRef):
         return f"args[{value.index}]"
     if isinstance(value, deque):
@@ -92,7 +94,7 @@ def _spell(value: Any, names: SourceNames) -> str:
         return f"{names.of(torch, 'torch')}.{str(value).removeprefix('torch.')}"
     if isinstance(value, torch.device):
         return f"{names.of(torch, 'torch')}.device({str(value)!r})"
-    if type(value) in _LITERALS or (type(value) in (float, complex) and cmath.isfinite(value)):
+    if type(value) in (float, complex) and cmath.isfinite(value):
         return repr(value)
     if type(value) is float:
         return _spell_infinite(value, names)
@@ -112,6 +114,7 @@ _OPERATORS = {
     operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
     operator.and_: "&", operator.or_: "|",
 }  # fmt: skip
+_SIZE: Final = torch.ops.aten.sym_size.int
 
 
 def _expression(node: torch.fx.Node, names: SourceNames) -> str:
@@ -119,12 +122,12 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
     target: Any = node.target
     if target is operator.getitem:
         return f"{_spell(node.args[0], names)}[{node.args[1]!r}]"
-    if target in _OPERATORS and len(node.args) == 2:
-        left, right = (_spell(arg, names) for arg in node.args)
-        return f"{left} {_OPERATORS[target]} {right}"
-    if target is torch.ops.aten.sym_size.int:
+    if target is _SIZE:
         return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
     op, args = node.meta.get("op"), node.args
+    if op is None and target in _OPERATORS and len(args) == 2:
+        left, right = (_spell(arg, names) for arg in args)
+        return f"{left} {_OPERATORS[target]} {right}"
     kwargs: Mapping[str, Any] = node.kwargs
     call: UserCall | None = node.meta.get("call")
     on_node = None if call is None else call.on(node)
@@ -138,7 +141,7 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         sizes: Any = args[1] if op.name in METHODS else None
         if sizes and function is METHODS[op.name] and len(args) == 2:
             args = (args[0], *sizes)  # parsed faster than a list
-        called = names.of(function, op.name.partition("::")[2].partition(".")[0])
+        called = names.of(function, op.overload.overloadpacket.__name__)
     else:
         called = names.of(target, getattr(target, "__name__", "function"))
     parts = [_spell(arg, names) for arg in args]

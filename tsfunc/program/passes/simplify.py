@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -269,8 +269,11 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         # The sizes of a data-dependent result have symbols from the call that found them.
         if aliases.is_written(node) or node.meta.get("reads_data"):
             continue
-        key = _key(node, tuple(changes.get(aliases.memory(x), 0) for x in node.all_input_nodes))
-        known = seen.setdefault(key, node) if key is not None else node
+        key = _key(node, [changes.get(aliases.memory(x), 0) for x in node.all_input_nodes])
+        try:
+            known = seen.setdefault(key, node)
+        except TypeError:  # an argument is not hashable
+            continue
         if known is node or (aliases.escapes(known) and aliases.escapes(node)):
             continue
         for fact in ("number", "expr", "value"):  # a part of a number does not have all of them
@@ -279,26 +282,24 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         aliases.replace(node, known)
 
 
-def _key(node: torch.fx.Node, changes: tuple[int, ...]) -> Any:
-    """Return a key that is equal for equal calls; None if an argument is not hashable.
+def _key(node: torch.fx.Node, changes: Sequence[int]) -> Any:
+    """Return a key that is equal for equal calls; it is not hashable if an argument is not.
 
     Args:
         node: the call.
         changes: the number of earlier writes to the memory of each of its arguments.
     """
-    try:
-        quiet = node.meta.get("no_grad", False)
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), quiet, changes)
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    quiet = node.meta.get("no_grad", False)
+    return node.target, _frozen(node.args), _frozen(node.kwargs), quiet, tuple(changes)
+
+
+_SEQUENCES: Final = (list, tuple)
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return ("list", *[_frozen(item) for item in value])
     if isinstance(value, dict):
         return tuple([(name, _frozen(item)) for name, item in value.items()])
