@@ -22,7 +22,7 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.program.guarding import guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
-from tsfunc.program.guarding.guards import KINDS, ArgumentGuard
+from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, TraceGuard
 from tsfunc.program.guarding.inputs import InputSpec
 
 
@@ -69,7 +69,7 @@ def test_every_kind_of_guard_has_a_place() -> None:
     defined = {
         each for each in vars(guards).values() if isinstance(each, type) and issubclass(each, Guard)
     }
-    assert defined - {Guard, ArgumentGuard} == set(KINDS)
+    assert defined - {Guard, ArgumentGuard, TraceGuard} == set(KINDS)
 
 
 def test_code_key_and_facts_agree_about_every_pair_of_calls() -> None:

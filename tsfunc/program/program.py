@@ -23,6 +23,7 @@ from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
 from tsfunc.program.graphs.torch_operators import in_torch_operators
+from tsfunc.program.guarding.guards import conditions_among
 from tsfunc.program.passes.verify import verify
 
 
@@ -53,15 +54,12 @@ class Program(ProgramData):
         guards: the facts that hold in every call that it serves; printed, one line each;
             ``print`` shows all of them.
         argument_paths: the path of each flattened argument, from the name of a parameter.
-        conditions: the conditions on the numbers among its inputs.
-        property_guards: the facts about its arguments, other than types and sizes, that the
-        function read.
+        trace_guards: those among the guards that are on other facts about its arguments than types
+            and sizes.
         looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
         attributes: the attributes of tensors that the function has read, ``grad`` and the user's
             own, and the numbers from outside that are inputs.
-        groups: the positions of tensors among the arguments, grouped by identity; empty if the
-            function does not compare them.
         state: the module's names of the tensors that it reads from outside.
         read_guards: the guards of later calls beyond their arguments, and the values read from
             outside; None if they were not recorded.
@@ -219,8 +217,8 @@ class Program(ProgramData):
             raise MalformedProgramError(
                 f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
             )
-        conditions = () if self.call_spec is None else self.call_spec.conditions
-        verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
+        facts = [each.fact for each in conditions_among(self.trace_guards)]
+        verify(self.graph, self.lifted, self.name, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :func:`~tsfunc.load` reads: this program, and the calls it serves.

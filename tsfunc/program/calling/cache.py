@@ -561,13 +561,7 @@ class Cache:
     ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
-            # A program with guards on values of its own call can't be shared.
-            held = entry.program.property_guards or entry.program.groups
-            if (
-                entry.signature in signatures
-                and not held
-                and not entry.call_spec.failing_conditions(flat, sizes)
-            ):
+            if entry.signature in signatures and not entry.call_spec.failing_guards(flat, sizes):
                 reached = entry.closure_guard(flat)
                 if reached is not None:
                     return entry, reached

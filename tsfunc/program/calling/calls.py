@@ -203,7 +203,7 @@ class CacheMiss:
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
-        if not small and entry.call_spec.failing_conditions(self.flat, self.sizes):
+        if not small and entry.call_spec.failing_guards(self.flat, self.sizes):
             # It was traced with other sizes: with its own sizes, the function raises its error.
             return [name for name in self.sizes if name in bounds]
         return small
@@ -348,7 +348,7 @@ class CacheMiss:
         inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
         call_spec = call_spec_of(
             self.flat, self.tree, inputs, bounds, self.settings, self.target.sees_keywords,
-            program.conditions, program.property_guards, program.groups, scalars,
+            scalars, program.trace_guards,
         )  # fmt: skip
         guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
         reads = instances.builder.read_guards
@@ -391,7 +391,7 @@ class CacheMiss:
             self.target.refusal_test(self.contract),
             time.perf_counter() - start,
         )
-        if any(not scalar.undescribed for scalar in scalars) and call_spec.failing_conditions(
+        if any(not scalar.undescribed for scalar in scalars) and call_spec.failing_guards(
             self.flat, self.sizes
         ):
             # A condition on the number and the sizes in general fails for those of the call.

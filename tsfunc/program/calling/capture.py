@@ -63,8 +63,14 @@ from tsfunc.program.closure.side_effects import (
 )
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
-from tsfunc.program.guarding.call_spec import alias_tensors, groups_of
-from tsfunc.program.guarding.guards import Groups, variables_of
+from tsfunc.program.guarding.call_spec import alias_tensors
+from tsfunc.program.guarding.guards import (
+    Aliasing,
+    ConditionHolds,
+    Property,
+    TraceGuard,
+    variables_of,
+)
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.effects import every_node
@@ -388,15 +394,15 @@ class _Trace:
         check_containers(request.label, request.func, (args, kwargs), traced, tree)
         return out
 
-    def _alias_groups(self) -> Groups:
+    def _aliasing(self) -> list[TraceGuard]:
         """Guard the identities of the function's tensors: NOTE [tensor aliasing]."""
         instances, inputs = self.instances, self.request.inputs
         if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
-            return ()
+            return []
         own = {**self._own, **instances.builder.closure_tensors}
         given = self._own if self._alias_tensors else {}
-        groups = groups_of(inputs)
-        twice = len(groups) < len(inputs) and not self._alias_tensors
+        aliasing = Aliasing.of(inputs)
+        twice = len(aliasing.groups) < len(inputs) and not self._alias_tensors
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
             raise Retrace(self.assumptions.moved(compares_identity=True, closure_tensors=own))
         guards = instances.builder.read_guards
@@ -406,7 +412,7 @@ class _Trace:
                 guards.add(SameObject(source, tensor))
             elif own:
                 guards.add(NotOneOf(source, tuple(own.values())))
-        return groups if len(inputs) > 1 else ()
+        return [aliasing] if len(inputs) > 1 else []
 
     def fake_value(self, leaf: Any) -> Any:
         """Return a fake tensor for a returned tensor; other values are returned unchanged."""
@@ -449,10 +455,10 @@ class _Trace:
         if level.tensor_guards.of_backward:
             self._guard_anomaly_mode()
         numbers = self.instances.builder.numbers
-        property_guards = tuple(level.tensor_guards.property_guards.values())
+        properties = level.tensor_guards.property_guards.values()
+        guards = [*map(ConditionHolds, conditions), *map(Property, properties), *self._aliasing()]
         return replace(
-            program, conditions=tuple(conditions), property_guards=property_guards,
-            groups=self._alias_groups(), raised=raised,
+            program, trace_guards=tuple(guards), raised=raised,
             attributes=(*self._attributes, *numbers.inputs),
             looks_at_grad=level.tensor_guards.of_grad, numbers=dict(numbers.read),
         )  # fmt: skip

@@ -32,7 +32,8 @@ def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
         fact
         for call_spec, others in zip(call_specs, known, strict=True)
         if not differing(facts, others)
-        for fact in call_spec.failing_conditions(call.flat, sizes)
+        for guard in call_spec.failing_guards(call.flat, sizes)
+        for fact in guard.texts(call.name_of)
     ]
     if broken:
         unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))

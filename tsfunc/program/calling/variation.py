@@ -361,9 +361,9 @@ class Variation:
             self.cache.required_numbers |= needed
             self._tried = names = names - needed
             names = frozenset() if names in self.cache.fixed else names
-        elif any(condition.dims for condition in entry.program.conditions) or (
+        elif any(condition.dims for condition in entry.call_spec.conditions) or (
             not names.isdisjoint(self.positions)
-            and entry.call_spec.failing_conditions(self.call.flat, self.sizes)
+            and entry.call_spec.failing_guards(self.call.flat, self.sizes)
         ):
             names = frozenset()
         if names != assumptions.varying:
@@ -372,7 +372,7 @@ class Variation:
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
-        needed = {condition.number for condition in entry.program.conditions}
+        needed = {condition.number for condition in entry.call_spec.conditions}
         return frozenset(
             self.call.name_of(spec.position)
             for spec in entry.call_spec.scalars
@@ -402,7 +402,7 @@ class Variation:
             sized = self.sizes.keys() | self.numbers.keys()
             warning = warning_about_others(self.call, self.cache, self.facts, sized)
         open_ = dict.fromkeys(served, ANY)
-        if served and not entry.program.conditions and not _is_bounded(entry, self.bounds):
+        if served and not entry.call_spec.conditions and not _is_bounded(entry, self.bounds):
             for i, others in enumerate(varied):
                 if served.issuperset(differing(self.facts, others)):
                     varied[i] = {**others, **open_}

@@ -43,7 +43,7 @@ from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.values import class_name
 
-KIND, VERSION = "tsfunc program", 2
+KIND, VERSION = "tsfunc program", 3
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -381,9 +381,7 @@ def _of_call_spec(
             argument_paths=argument_paths_of(signature, len(call_spec.leaves), call_spec.tree),
             signature=signature,
             guards=guards_of_call_spec(call_spec, signature),
-            conditions=call_spec.conditions,
-            property_guards=call_spec.property_guards,
-            groups=call_spec.groups,
+            trace_guards=call_spec.trace_guards,
         )
         _ = read.descriptors  # raises if the call is not one of the function
     except (TypeError, ValueError) as error:

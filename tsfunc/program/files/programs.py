@@ -19,7 +19,6 @@ import torch.fx
 from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings
-from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.results import OutsideRef as FromOutside
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
@@ -39,21 +38,20 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments
 from tsfunc.program.guarding.guards import (
-    Aliasing,
     AnyNumber,
     ArgumentGuard,
-    ConditionHolds,
+    DescribedArguments,
     DimIs,
-    Property,
     TensorMeta,
     TypeIs,
     ValueIs,
     read_scalar,
+    read_trace_guard,
+    trace_guard_to_json,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.size_facts import fact_code
 
 # --- the kinds of calls that programs serve, as JSON and back
 
@@ -75,9 +73,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
         except NoFileForm as error:
             leaf = _named(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
-    conditions = [ConditionHolds(each).to_json() for each in call_spec.conditions]
-    properties = [Property(each).to_json() for each in call_spec.property_guards]
-    one = Aliasing(call_spec.groups).to_json()
+    guards = [trace_guard_to_json(guard) for guard in call_spec.trace_guards]
     return {
         "arguments": encode_tree(call_spec.tree),
         "leaves": leaves,
@@ -86,26 +82,21 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
             setting.name: encode(value)
             for setting, value in zip(SETTINGS, call_spec.settings, strict=True)
         },
-        **({"conditions": conditions} if conditions else {}),
-        **({"properties": properties} if properties else {}),
-        **({"one": one} if one else {}),
+        **({"guards": guards} if guards else {}),
     }
 
 
 def storable(call_spec: CallSpec) -> CallSpec:
     """Return a description of calls that a file can hold.
 
-    If a condition can't be written, the numbers are fixed to those of the call.
+    If a guard can't be written, the numbers are fixed to those of the call.
     """
-    names = {name: name for name in (*call_spec.bounds, *(spec.name for spec in call_spec.scalars))}
-    try:
-        for condition in call_spec.conditions:
-            fact_code(condition.fact, names)
-    except DescriptorError:
-        held = [each for each in call_spec.conditions if each.dims]
-        fixed = tuple(each._replace(fact=each.fixed) for each in held)
-        return dataclasses.replace(call_spec, conditions=fixed, scalars=())
-    return call_spec
+    names = {*call_spec.bounds, *(spec.name for spec in call_spec.scalars)}
+    if all(guard.is_storable(names) for guard in call_spec.trace_guards):
+        return call_spec
+    fixed = [guard.for_fixed_numbers() for guard in call_spec.trace_guards]
+    kept = tuple(guard for guard in fixed if guard is not None)
+    return dataclasses.replace(call_spec, trace_guards=kept, scalars=())
 
 
 def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
@@ -132,7 +123,7 @@ class CallSpecReader:
     def decode(self, field: Field) -> CallSpec:
         """Return the description that `encode_call_spec` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
-        field.require_keys(keys, ("conditions", "properties", "one"))
+        field.require_keys(keys, ("guards",))
         arguments, leaves_field, dims, settings_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
@@ -153,19 +144,14 @@ class CallSpecReader:
                 leaves.append(ValueIs.from_json(i, leaf, self._values).value)
         settings = self._settings(settings_field)
         _require_sizes(dims, inputs, bounds)
-        conditions = tuple(
-            ConditionHolds.from_json(each, bounds, scalars).condition
-            for each in _items(field.get("conditions"))
-        )
-        positions = frozenset(spec.position for spec in inputs)
-        properties = tuple(
-            Property.from_json(x, positions).guard for x in _items(field.get("properties"))
-        )
-        one = field.get("one")
-        groups = () if one is None else Aliasing.from_json(one, positions).groups
+        tensors = frozenset(spec.position for spec in inputs)
+        described = DescribedArguments(bounds, scalars, tensors)
+        guards = field.get("guards")
+        listed = () if guards is None else guards.items()
         return CallSpec(
-            tree, tuple(leaves), tuple(inputs), bounds, settings, self._keyword_order, conditions,
-            properties, groups, tuple(scalars),
+            tree, tuple(leaves), tuple(inputs), bounds, settings, self._keyword_order,
+            tuple(scalars),
+            tuple(read_trace_guard(each, described) for each in listed),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -189,11 +175,6 @@ def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection
     for name in bounds:
         if name not in known:
             field.fail(f"no tensor tells the size of {name[:40]}")
-
-
-def _items(field: Field | None) -> Sequence[Field]:
-    """Return the items of an optional list."""
-    return () if field is None else field.items()
 
 
 # --- programs as entries of a file

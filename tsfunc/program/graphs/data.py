@@ -12,13 +12,12 @@ import optree
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.program.closure.guard_codegen import Guards
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
 from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
+from tsfunc.program.guarding.guards import TraceGuard
 from tsfunc.types import Dim
 
 
@@ -43,11 +42,9 @@ class ProgramData:
     signature: inspect.Signature | None = None
     guards: Guards = field(default_factory=Guards)
     argument_paths: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
-    conditions: tuple[Condition, ...] = ()
-    property_guards: tuple[PropertyGuard, ...] = ()
+    trace_guards: tuple[TraceGuard, ...] = ()
     looks_at_grad: bool = True
     attributes: tuple[str, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     read_guards: ReadGuards | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
@@ -30,19 +28,16 @@ from tsfunc.program.closure.guard_codegen import (
 )
 from tsfunc.program.guarding.guards import (
     KINDS,
-    Aliasing,
     AnyNumber,
     ArgumentGuard,
-    ConditionHolds,
     DimIs,
-    Groups,
-    Property,
     SizesAre,
     TensorMeta,
+    TraceGuard,
     TypeIs,
     ValueIs,
     WatchedPlaceholder,
-    variables_of,
+    conditions_among,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
@@ -61,11 +56,8 @@ class CallSpec:
         bounds: the named dims.
         settings: torch's settings.
         keyword_order: whether the function sees the order of the keyword arguments.
-        conditions: the conditions on the named dims, and on the numbers that are inputs.
-        property_guards: the facts about tensor arguments that were read, other than types and
-            sizes.
-        groups: the positions of the tensors, grouped by identity; empty if it does not matter.
         scalars: the numbers among the arguments that are inputs, and may vary.
+        trace_guards: the guards on other facts that the trace relied on.
     """
 
     tree: optree.PyTreeSpec
@@ -74,10 +66,8 @@ class CallSpec:
     bounds: Mapping[str, Dim]
     settings: tuple[Any, ...]
     keyword_order: bool = False
-    conditions: tuple[Condition, ...] = ()
-    property_guards: tuple[PropertyGuard, ...] = ()
-    groups: Groups = ()
     scalars: tuple[ScalarSpec, ...] = ()
+    trace_guards: tuple[TraceGuard, ...] = ()
 
     @functools.cached_property
     def key_orders(self) -> tuple[Any, ...]:
@@ -93,21 +83,18 @@ class CallSpec:
         """
         if given is None:
             given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
-        return (
-            *given, *map(DimIs, self.bounds.values()), SizesAre(self.inputs),
-            *map(ConditionHolds, self.conditions), *map(Property, self.property_guards),
-            Aliasing(self.groups),
-        )  # fmt: skip
+        dims = map(DimIs, self.bounds.values())
+        return (*given, *dims, SizesAre(self.inputs), *self.trace_guards)
 
-    def failing_conditions(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
-        """Return the conditions that fail for some arguments and sizes of named dims."""
-        named = variables_of(self.bounds, ())
-        known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
-        return [
-            condition.text
-            for condition in self.conditions
-            if not eval(condition.code, {"math": math, "args": flat}, known)
-        ]
+    @property
+    def conditions(self) -> list[Condition]:
+        """The conditions on the named dims, and on the numbers that are inputs."""
+        return conditions_among(self.trace_guards)
+
+    def failing_guards(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[TraceGuard]:
+        """Return the guards of the trace that fail for some arguments and sizes of named dims."""
+        named = {name: size for name, size in sizes.items() if name in self.bounds}
+        return [guard for guard in self.trace_guards if not guard.holds(flat, named)]
 
 
 def call_spec_of(
@@ -117,18 +104,16 @@ def call_spec_of(
     bounds: Mapping[str, Dim],
     settings: tuple[Any, ...],
     keyword_order: bool,
-    conditions: tuple[Condition, ...],
-    property_guards: tuple[PropertyGuard, ...] = (),
-    groups: Groups = (),
-    scalars: Sequence[ScalarSpec] = (),
+    scalars: Sequence[ScalarSpec],
+    trace_guards: Sequence[TraceGuard],
 ) -> CallSpec:
     """Return the description of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallSpec(
-        tree, leaves, specs, dict(bounds), settings, keyword_order, conditions, property_guards,
-        groups, tuple(scalars),
+        tree, leaves, specs, dict(bounds), settings, keyword_order, tuple(scalars),
+        tuple(trace_guards),
     )  # fmt: skip
 
 
@@ -320,11 +305,3 @@ def alias_tensors(
         first.setdefault(id(spec.example), tracer)
         for spec, tracer in zip(inputs, tracers, strict=True)
     ]
-
-
-def groups_of(inputs: Sequence[InputSpec]) -> Groups:
-    """Return the positions of the tensors among the arguments, grouped by identity."""
-    groups: dict[int, list[int]] = {}
-    for spec in inputs:
-        groups.setdefault(id(spec.example), []).append(spec.position)
-    return tuple(tuple(group) for group in groups.values())

@@ -3,9 +3,11 @@
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``to_json`` and
-``from_json``). A new kind of guard is a class in this file, and a place in ``KINDS``;
-``call_spec`` makes it for a call. Guards on values that the function reads besides its arguments
-are in ``closure/read_guards.py``; the base class of both is in ``closure/guard_codegen.py``.
+``from_json``). A new kind of guard is a class in this file, and a place in ``KINDS``.
+``guards_on_arguments`` makes the guards on single arguments, and ``calling/capture.py`` those on
+other facts that the trace relied on (``TraceGuard``). Guards on values that the function reads
+besides its arguments are in ``closure/read_guards.py``; the base class of all is in
+``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
@@ -27,7 +29,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -41,7 +43,7 @@ from tsfunc.bridge.trace.tensor_guards import (
 )
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
-from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names
+from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
 from tsfunc.program.closure.read_guards import same_float
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
@@ -66,9 +68,6 @@ class ValueDecoder(Protocol):
     def device(self, field: Field) -> torch.device: ...
 
     def dtype(self, field: Field) -> torch.dtype: ...
-
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 class UnquotedText(str):
@@ -317,10 +316,61 @@ class SizesAre(Guard):
                     yield f"{name(spec.position)}.shape[{k}] == {size}"
 
 
+class DescribedArguments(NamedTuple):
+    """The arguments of a call in a file, to which its guards refer.
+
+    Attributes:
+        bounds: the named dims.
+        scalars: the numbers that are inputs.
+        tensors: the positions of the tensors.
+    """
+
+    bounds: Mapping[str, Dim]
+    scalars: Sequence[ScalarSpec]
+    tensors: Collection[int]
+
+
 @dataclass(frozen=True, eq=False)
-class ConditionHolds(Guard):
+class TraceGuard(Guard):
+    """A fact about the arguments that a trace relied on, beside their types and sizes.
+
+    Attributes:
+        json_key: the kind of guard in files.
+    """
+
+    json_key: ClassVar[str]
+
+    def holds(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> bool:
+        """True if the fact holds for some arguments and sizes of named dims."""
+        code = GuardCode()
+        check = compile_guard(
+            ", ".join(["args", *map(_size, sizes)]), [*self.lines(code)], "True", code.scope
+        )
+        return check(flat, *sizes.values()) is True
+
+    def is_storable(self, names: Collection[str]) -> bool:
+        """True if a file can hold the fact, given the names of dims and of numbers."""
+        return True
+
+    def for_fixed_numbers(self) -> TraceGuard | None:
+        """Return the fact for calls with the numbers of the traced call; None if it is implied."""
+        return self
+
+    def to_json(self) -> Any:
+        """Return the guard as JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> TraceGuard:
+        """Return the guard that `to_json` wrote."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionHolds(TraceGuard):
     """A condition on named dims and numbers among the inputs."""
 
+    json_key: ClassVar[str] = "condition"
     condition: Condition
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -330,15 +380,26 @@ class ConditionHolds(Guard):
     def texts(self, name: Names) -> Iterable[str]:
         return (self.condition.text,)
 
+    def is_storable(self, names: Collection[str]) -> bool:
+        try:
+            fact_code(self.condition.fact, {name: name for name in names})
+        except DescriptorError:
+            return False
+        return True
+
+    def for_fixed_numbers(self) -> ConditionHolds | None:
+        condition = self.condition
+        if not condition.dims:
+            return None
+        return ConditionHolds(condition._replace(fact=condition.fixed))
+
     def to_json(self) -> str:
         return self.condition.fact
 
     @classmethod
-    def from_json(
-        cls, field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
-    ) -> ConditionHolds:
-        text = field.line()
-        variables = variables_of(bounds, scalars)
+    def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
+        text, bounds = field.line(), described.bounds
+        variables = variables_of(bounds, described.scalars)
         try:
             code = fact_code(text, variables)
             shown = fact_code(text, {name: name for name in variables})
@@ -348,9 +409,10 @@ class ConditionHolds(Guard):
 
 
 @dataclass(frozen=True, eq=False)
-class Property(Guard):
+class Property(TraceGuard):
     """A fact about a tensor argument that the function read, other than its type and sizes."""
 
+    json_key: ClassVar[str] = "property"
     guard: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -370,7 +432,7 @@ class Property(Guard):
         }
 
     @classmethod
-    def from_json(cls, field: Field, positions: Collection[int]) -> Property:
+    def from_json(cls, field: Field, described: DescribedArguments) -> Property:
         argument, fact, answer = field.record("argument", "fact", "answer")
         text = fact.line()
         if reader_of(text) is None:
@@ -380,18 +442,27 @@ class Property(Guard):
             given = tuple(each.integer(0) for each in answer.items())
         elif given is not None and not isinstance(given, bool | int):
             answer.expected("true, false, a number or numbers")
-        return cls(PropertyGuard(_position(argument, positions), text, given))
+        return cls(PropertyGuard(_position(argument, described.tensors), text, given))
 
 
 @dataclass(frozen=True, eq=False)
-class Aliasing(Guard):
+class Aliasing(TraceGuard):
     """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing].
 
     Attributes:
         groups: the positions of the tensors, grouped by identity.
     """
 
-    groups: Groups
+    json_key: ClassVar[str] = "aliasing"
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[InputSpec]) -> Aliasing:
+        """Return the guard that a call meets with these tensors."""
+        groups: dict[int, list[int]] = {}
+        for spec in inputs:
+            groups.setdefault(id(spec.example), []).append(spec.position)
+        return cls(tuple(map(tuple, groups.values())))
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         parts = [f"args[{x}] is args[{other}]" for x, *others in self.groups for other in others]
@@ -411,8 +482,8 @@ class Aliasing(Guard):
         return [list(group) for group in self.groups]
 
     @classmethod
-    def from_json(cls, field: Field, positions: Collection[int]) -> Aliasing:
-        return cls(tuple(_group(group, positions) for group in field.items()))
+    def from_json(cls, field: Field, described: DescribedArguments) -> Aliasing:
+        return cls(tuple(_group(group, described.tensors) for group in field.items()))
 
 
 @dataclass(frozen=True)
@@ -426,6 +497,25 @@ KINDS: tuple[type[Guard], ...] = (
     TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre, ConditionHolds, Property, Aliasing,
 )  # fmt: skip
 """The kinds of guards, in the order of their code: a size is bound before a condition uses it."""
+
+
+_IN_FILES: dict[str, type[TraceGuard]] = {
+    kind.json_key: kind for kind in KINDS if issubclass(kind, TraceGuard)
+}
+
+
+def trace_guard_to_json(guard: TraceGuard) -> Any:
+    """Return a guard and its kind as JSON."""
+    return {guard.json_key: guard.to_json()}
+
+
+def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
+    """Return the guard that `trace_guard_to_json` wrote."""
+    for key, kind in _IN_FILES.items():
+        if field.get(key) is not None:
+            (value,) = field.record(key)
+            return kind.from_json(value, described)
+    field.expected(f"a guard: {', '.join(_IN_FILES)}")
 
 
 # --- parts of guards in files
@@ -480,6 +570,11 @@ def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
 
 
 _PLAIN = (int, bool, str, type(None))
+
+
+def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
+    """Return the conditions of the guards that are conditions."""
+    return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
 
 
 def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.guarding.call_spec import placeholder
+from tsfunc.program.guarding.guards import Property, conditions_among
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
 from tsfunc.program.program import Program
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
@@ -135,15 +136,13 @@ class Tracing:
             raise
         except Exception as error:
             raise self.refusal(label, self._words_of(error)) from None
-        if program.conditions or program.raised or program.updates:
+        guards = program.trace_guards
+        if conditions_among(guards) or program.raised or program.updates:
             raise self.refusal(label, "it does not do the same for all sizes and numbers")
-        if program.property_guards or program.attributes:
-            property_guards = ", ".join(
-                [*(each.fact for each in program.property_guards), *program.attributes]
-            )
-            raise self.refusal(
-                label, f"it depends on more of tensors than types and sizes: {property_guards}"
-            )
+        properties = [guard.guard.fact for guard in guards if isinstance(guard, Property)]
+        if properties or program.attributes:
+            read = ", ".join([*properties, *program.attributes])
+            raise self.refusal(label, f"it depends on more of tensors than types and sizes: {read}")
         used = _without_unused(program.graph, program.inputs)
         return CalleeGraph(label, program.graph, used, program.lifted, names.used, program.run)
 
