@@ -15,15 +15,16 @@ from torch import Tensor
 from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
-from tsfunc.program.calling.cache import differing
+from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.guard_codegen import ClosureGuard, Guard
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.fields import Field
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
-from tsfunc.program.guarding import guards
+from tsfunc.program.guarding import guards, trace_guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
-from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, TraceGuard
+from tsfunc.program.guarding.guards import ARGUMENT_KINDS, ArgumentGuard
 from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.guarding.trace_guards import TRACE_KINDS, TraceGuard
 
 
 class Holder:
@@ -66,10 +67,15 @@ def compiled(value: Any) -> ClosureGuard:
 
 
 def test_every_kind_of_guard_has_a_place() -> None:
-    defined = {
-        each for each in vars(guards).values() if isinstance(each, type) and issubclass(each, Guard)
-    }
-    assert defined - {Guard, ArgumentGuard, TraceGuard} == set(KINDS)
+    for module, kinds in ((guards, ARGUMENT_KINDS), (trace_guards, TRACE_KINDS)):
+        defined = {
+            each
+            for each in vars(module).values()
+            if isinstance(each, type)
+            and issubclass(each, Guard)
+            and each.__module__ == module.__name__
+        }
+        assert defined - {ArgumentGuard, TraceGuard} == set(kinds)
 
 
 def test_code_key_and_facts_agree_about_every_pair_of_calls() -> None:

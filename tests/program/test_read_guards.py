@@ -18,6 +18,7 @@ from tsfunc import specialize
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.closure import read_guards
 from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
+from tsfunc.program.closure.member_guards import MemberIs, NoMember
 from tsfunc.program.closure.read_guards import (
     IN_DICT,
     ClosureTensor,
@@ -25,9 +26,7 @@ from tsfunc.program.closure.read_guards import (
     EqualValue,
     KeysAre,
     LengthIs,
-    MemberIs,
     Missing,
-    NoMember,
     NotOneOf,
     ReadCondition,
     ReadGuard,

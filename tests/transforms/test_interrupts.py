@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
 from tsfunc._lazy import uninterrupted
-from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad import dual_level
 from tsfunc.bridge.tracers.interrupts import open_blocks, outermost
 from tsfunc.dispatch import state
 from tsfunc.program.closure import instances
@@ -168,7 +168,7 @@ def observed() -> dict[str, Any]:
         "state": state.tls.state,
         "recording": outermost.recording,
         "jvps": outermost.forward,
-        "dual users": autograd._dual_users,
+        "dual users": dual_level._dual_users,
         "inside": outermost.inside,
         "active": [x for x, t in state.active_levels.items() if t == threading.get_ident()],
     }

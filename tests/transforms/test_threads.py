@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tsfunc import grad, jvp
-from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad import dual_level
 
 
 def test_threads_take_turns() -> None:
@@ -32,7 +32,7 @@ def test_threads_take_turns() -> None:
 
 def test_a_thread_that_a_jvp_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can't wait for its turn; it differentiates the pullback instead."""
-    monkeypatch.setattr(autograd, "_DUAL_PATIENCE", 0.01)
+    monkeypatch.setattr(dual_level, "_DUAL_PATIENCE", 0.01)
     x = torch.randn(5)
     inner: list[torch.Tensor] = []
 

@@ -23,7 +23,7 @@ from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
 from tsfunc.program.graphs.torch_operators import in_torch_operators
-from tsfunc.program.guarding.guards import conditions_among
+from tsfunc.program.guarding.call_spec import conditions_among
 from tsfunc.program.passes.verify import verify
 
 

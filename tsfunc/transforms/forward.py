@@ -2,9 +2,9 @@
 
 Tangents are torch's own dual numbers on the tensors of the innermost level: plain tensors, or
 tracers of a vmap, whose operators are differentiated by torch's C++ formulas on tracers.
-NOTE [one dual level] in ``bridge/grad/autograd`` explains how transforms share torch's single dual
-level. If the tensors of the level already carry the tangents of an enclosing jvp, the inner jvp
-works on tracers of its own Grad level.
+NOTE [one dual level] in ``bridge/grad/dual_level`` explains how transforms share torch's single
+dual level. If the tensors of the level already carry the tangents of an enclosing jvp, the inner
+jvp works on tracers of its own Grad level.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad.dual_level import (
+    DualLevelInUse,
+    dual_level,
+    may_carry_outer_tangents,
+)
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import (
     converts_to_dtensor,
@@ -123,7 +128,7 @@ def jvp(
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
-    except autograd.DualLevelInUse:
+    except DualLevelInUse:
         pass
     except NotImplementedError as error:
         if not _lacks_formula(str(error)):
@@ -199,7 +204,7 @@ def _jvp(
     has_aux: bool,
 ) -> Any:
     level = level_of((flat, directions))
-    if not autograd.may_carry_outer_tangents(level):
+    if not may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)
@@ -230,7 +235,7 @@ def _push(
 ) -> Any:
     """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
-    with autograd.dual_level(level), refusing_distribution():
+    with dual_level(level), refusing_distribution():
         pairs = zip(traced_inputs(flat, level), values_of_ended_levels(directions), strict=True)
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import can_carry_tangents
+from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import concatenate, is_compressed
 from tsfunc.transforms.out_dims import match_out_dims

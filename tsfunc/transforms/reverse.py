@@ -21,6 +21,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_tangents
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
@@ -98,7 +99,7 @@ class RecordedRun:
         The pass meets saved tensors that have tangents of the outer jvp, and C++ would take these
         for tangents of the inner one. ``jvp`` then differentiates the pullback instead.
         """
-        if not autograd.may_carry_outer_tangents(self.level):
+        if not may_carry_outer_tangents(self.level):
             return
         if any(level.forward for level in self._inner_levels(cotangents)):
             raise NotImplementedError(
@@ -117,7 +118,7 @@ class RecordedRun:
             or (not self.outer_grad and self.depends_on_others())
             # The saved values may carry tangents of an outer jvp, and the cotangents be of an inner
             # level: a pass that is not recorded loses these.
-            or (autograd.can_carry_tangents() and bool(self._inner_levels(cotangents)))
+            or (can_carry_tangents() and bool(self._inner_levels(cotangents)))
         )
         again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording(level) if again else autograd.unrecorded(level):

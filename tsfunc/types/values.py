@@ -55,6 +55,14 @@ def same_value(expected: object, got: object) -> bool:
         return False
 
 
+def same_float(got: Any, expected: float) -> bool:
+    """True if a value is this float: of its class, equal or both NaN, of the same sign."""
+    if type(got) is not type(expected):
+        return False
+    equal = got == expected or (got != got and expected != expected)
+    return equal and math.copysign(1, got) == math.copysign(1, expected)
+
+
 def is_array(value: object) -> bool:
     """True if a value is a NumPy array, which no transform takes as a tensor.
 
@@ -71,8 +79,7 @@ def array_advice(value: object) -> str:
 
 def _same_of_one_type(expected: Any, got: Any) -> bool:
     if isinstance(expected, float):
-        same_sign = math.copysign(1, expected) == math.copysign(1, got)  # including the sign of NaN
-        return bool(expected.hex() == got.hex() and same_sign)
+        return same_float(got, expected)
     if isinstance(expected, complex):
         return same_value(expected.real, got.real) and same_value(expected.imag, got.imag)
     if isinstance(expected, list | tuple):

@@ -26,8 +26,8 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import apply_hook
-from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
+from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
     dim_of,

@@ -19,13 +19,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.grad.autograd import (
-    dual_level,
-    make_dual,
-    may_carry_outer_tangents,
-    no_duals,
-    unpack_dual,
-)
+from tsfunc.bridge.grad.autograd import make_dual, unpack_dual
+from tsfunc.bridge.grad.dual_level import dual_level, may_carry_outer_tangents, no_duals
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.operators import map_items

@@ -24,7 +24,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.apply_hook import apply_seen
-from tsfunc.bridge.grad.autograd import can_carry_tangents
+from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state

@@ -17,7 +17,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tsfunc.bridge.grad.autograd import can_carry_tangents, differentiates_here, is_perturbed
+from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed
+from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import has_setup, torch_jvp
 from tsfunc.errors import UndefinedDerivativeError
 

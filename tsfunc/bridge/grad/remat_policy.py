@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import can_carry_tangents
+from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.torch_state import with_views
 from tsfunc.bridge.tracers.tracer import Tracer
 

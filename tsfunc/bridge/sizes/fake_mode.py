@@ -18,12 +18,6 @@ on the CPU, :func:`results_of_fixed_sizes` does without it:
 ``tests/bridge/test_fake_mode.py`` compares the results with FakeTensorMode's over torch's operator
 database. On other devices an operator may choose its kernel, and with it strides, by the device,
 which a kernel for meta tensors can't see.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
-``torch._functorch.config`` has the settings of fake tensors; ``DisableTorchFunction`` and
-``_DisableTorchDispatch`` disable modes and handlers.
-
 NOTE [scaled-down calls]
 The result shapes of most operators are made of the sizes of their arguments: each size of a sum, a
 product of matrices, a softmax or an embedding is a size of an argument, or 1. The choice, and
@@ -36,9 +30,11 @@ those of the kernel itself, in microseconds, without torch's rules for fake tens
 :data:`_RULES` and :data:`_NAMES` list these operators. An operator whose result sizes are computed
 (``conv2d``, ``view``) or depend on data, or that draws random numbers, is not among them.
 
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` and
-``_DisableTorchDispatch`` disable modes and handlers, ``OpOverload._schema`` has the arguments of an
-operator, ``UntypedStorage._cdata`` is the address of a storage.
+Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
+``torch._functorch.config`` has the settings of fake tensors; ``DisableTorchFunction`` and
+``_DisableTorchDispatch`` disable modes and handlers; ``OpOverload._schema`` has the arguments of an
+operator; ``UntypedStorage._cdata`` is the address of a storage.
 """
 
 from __future__ import annotations
@@ -491,7 +487,7 @@ def _arguments(call: Any) -> Sequence[str] | None:
         if alias is not None and alias.is_write and (i > 0 or argument.kwarg_only):
             return None
         known = argument.name in _SIZES or argument.name in _OTHER_INTS
-        if not known and _is_int(str(argument.type)):
+        if not known and "int" in str(argument.type).lower():
             return None
     return [argument.name for argument in schema.arguments]
 
@@ -502,10 +498,6 @@ def _has_rule(name: str) -> bool:
         return False
     code: CodeType | None = getattr(inspect.unwrap(row.rule), "__code__", None)
     return code in _CODES
-
-
-def _is_int(type_: str) -> bool:
-    return "int" in type_.lower()
 
 
 def _all_sizes(

@@ -555,3 +555,10 @@ def _hint(dim: Dim, size: int, number: int) -> int:
 
 def _divided_text(variable: str, step: int) -> str:
     return variable if step == 1 else f"({variable} // {step})"
+
+
+def can_be_symbol(value: Any) -> bool:
+    """True if a value is a number that a symbol can stand for."""
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 1 << 62

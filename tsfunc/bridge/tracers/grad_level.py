@@ -1,7 +1,7 @@
 """The Grad key: tracers that only wrap a value, so that autograd can record on them separately.
 
 A jvp inside a jvp needs separate tensors to attach tangents to (NOTE [one dual level] in
-``autograd``). If the tensors of the enclosing level already have tangents, the inputs become
+``dual_level``). If the tensors of the enclosing level already have tangents, the inputs become
 tracers of a level with this key, whose only kernel runs every operator on the values inside.
 """
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +17,6 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import transform_code
 from tsfunc.errors import DescriptorViolation
@@ -27,14 +25,14 @@ from tsfunc.program.closure.guard_codegen import (
     Build,
     ClosureGuard,
     Enter,
-    Names,
     flatten_lines,
     key_orders,
     unflatten_function,
 )
-from tsfunc.program.closure.read_guards import OfBranch, ReadGuards
+from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.closure.refused_values import differences
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
-from tsfunc.program.guarding.guards import ArgumentGuard, Facts, UnquotedText
+from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
@@ -42,7 +40,6 @@ from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descript
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.single import TSTensor, Value
-from tsfunc.types.values import describe, plain_name, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
 
@@ -173,156 +170,16 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
             return any(has_unguarded_guarantee(each, any_grad) for each in descriptor.parts)
 
 
-# --- reasons for a new program: the differences of a call from the calls that have a program
-
-
-ABSENT = object()
-ANY = object()  # stands for each value that a program serves
-_ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is a better reason
-STRUCTURE = "the structure of "
-FORMS = (_ORDER, _PASSED)
-
-
-def facts_of_call(
-    guards: Iterable[ArgumentGuard],
-    name: Names,
-    settings: Sequence[Any],
-    orders: Sequence[Any],
-    passed: str,
-    arguments: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the assumptions of a program for a call, by the user's names.
-
-    Args:
-        guards: the guards on its arguments.
-        name: returns the user's spelling of an argument.
-        settings: torch's settings.
-        orders: the key orders of the dicts among the arguments.
-        passed: a text that shows which arguments are positional, and which are keywords.
-        arguments: its arguments by parameter.
-    """
-    facts: dict[str, Any] = {}
-    for parameter, value in arguments.items():
-        structure = _structure_text(value)
-        if structure != _LEAF:
-            facts[STRUCTURE + parameter] = UnquotedText(structure)
-    for guard in guards:
-        facts.update(guard.facts(name))
-    for setting, value in zip(SETTINGS, settings, strict=True):
-        facts[setting.name] = value
-    facts[_PASSED] = UnquotedText(passed)
-    for i, keys in enumerate(orders):
-        facts[f"{_ORDER} {i}"] = UnquotedText(", ".join(map(repr, keys)))
-    return facts
-
-
-_LEAF = "_"
-_MANY = 4  # the elements of a longer container are counted
-
-
-def _structure_text(value: Any) -> str:
-    """Return a text that shows the containers of an argument: ``[_, {'a': _}]``."""
-    kind = type(value)
-    if kind is dict and len(value) <= _MANY:
-        parts = sorted(f"{key!r}: {_structure_text(x)}" for key, x in value.items())
-        return f"{{{', '.join(parts)}}}"
-    parts = [*map(_structure_text, value)] if kind in (list, tuple) else []
-    if 0 < len(parts) <= _MANY and any(part != _LEAF for part in parts):
-        inside = ", ".join(parts)
-        return f"[{inside}]" if kind is list else f"({inside}{',' * (len(value) == 1)})"
-    if kind in (list, tuple, dict):
-        return f"a {kind.__name__} of {len(value)}"
-    leaves, tree = pytrees.flatten(value)
-    return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {len(leaves)} values"
-
-
-def arguments_text(positional: int, keywords: Iterable[str]) -> str:
-    """Return a text that shows positional and keyword arguments: ``(_, y=_)``."""
-    return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
-
-
-def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
-    """Return the differences of a call from the nearest of the calls that have a program.
-
-    Args:
-        facts: the facts of the call.
-        known: the facts of each program's call, the last used first.
-    """
-    nearest: list[str] | None = None
-    for others in known:
-        names = primary_differences(facts, others)
-        if nearest is None or len(names) < len(nearest):
-            nearest = [_difference(name, facts, others) for name in names]
-    if nearest is None:
-        return "the first call"
-    if not nearest:
-        return UNSEEN
-    shown = nearest[:_SHOWN]
-    if len(nearest) > _SHOWN:
-        shown.append(f"and {len(nearest) - _SHOWN} more")
-    return "; ".join(shown)
+# --- the programs that a specialized function keeps, and the calls that each of them serves
 
 
 _LONGEST: Final = 200  # characters
-UNSEEN = "something has changed that the function reads besides its arguments"
-_SHOWN = 4  # maximum number of differences in a reason
-
-
-def primary_differences(facts: Facts, others: Facts) -> list[str]:
-    """Return the names of the facts in which two calls differ, without those that follow.
-
-    Other values of a container follow from its structure, and sizes from the number of dims.
-    """
-    names = differing(facts, others)
-    names = [name for name in names if not name.startswith(FORMS)] or names
-    for name in names:
-        if name.startswith(STRUCTURE):
-            inside = re.compile(rf"(type\()?{re.escape(name.removeprefix(STRUCTURE))}[\[.)]")
-            names = [each for each in names if each == name or not inside.match(each)]
-        elif name.endswith(".dim()"):
-            at = name.removesuffix("dim()")
-            names = [x for x in names if not x.startswith((f"{at}shape[", f"{at}stride("))]
-    return names
-
-
-def differing(facts: Facts, others: Facts) -> list[str]:
-    """Return the names of the facts in which two calls differ."""
-    names = []
-    for name in dict.fromkeys((*facts, *others)):
-        now, before = facts.get(name, ABSENT), others.get(name, ABSENT)
-        if now is not before and before is not ANY and not same_value(now, before):
-            names.append(name)
-    return names
-
-
-def _difference(name: str, facts: Facts, others: Facts) -> str:
-    return difference_text(name, facts.get(name, ABSENT), others.get(name, ABSENT))
-
-
-def difference_text(name: str, now: Any, before: Any) -> str:
-    """Return a text that shows two values of a fact."""
-    return f"{name}: {fact_text(now)}, was {fact_text(before)}"
-
-
-def fact_text(value: Any) -> str:
-    """Return the text of the value of a fact."""
-    if value is ABSENT:
-        return "absent"
-    if isinstance(value, torch.dtype | torch.device | torch.layout):
-        return plain_name(value)
-    if isinstance(value, type):
-        return value.__qualname__
-    plain = type(value) in (int, bool, float, tuple, UnquotedText, OfBranch)
-    return str(value) if plain else describe(value)
 
 
 def _brief(descriptor: Any) -> str:
     """Return the text of a descriptor; that of many tensors is cut."""
     text = str(as_descriptor(descriptor))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
-
-
-# --- the programs that a specialized function keeps, and the calls that each of them serves
 
 
 class EntryInfo(NamedTuple):
@@ -455,7 +312,7 @@ class CachedProgram:
         lines, scope = guard_lines(spec.guards(), spec.bounds, len(spec.leaves))
         if reads is None or ReadGuards().function(spec.settings, lines, scope)(flat) is None:
             return None
-        return reads.differences(spec.settings, flat)
+        return differences(reads, spec.settings, flat)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""

@@ -1,14 +1,4 @@
-"""The first call of its kind: the check of its descriptors, and its trace.
-
-NOTE [user assertions]
-For ``if (x < 0).any(): raise ValueError(...)`` and for
-``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
-exception or the message (NOTE [checks of arguments] in ``dispatch/user_checks``). If such a check
-fails, the function itself is called with the arguments of the call. A test of a tensor raises the
-function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
-message added. The function is not called if the program has written before the check, for example
-into an argument, since the function would write again.
-"""
+"""A call that no program serves: the check of its descriptors, and its trace."""
 
 from __future__ import annotations
 
@@ -18,30 +8,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
 
 from tsfunc import rage
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
-from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.torch_settings import settings
-from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
+from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.cache import (
-    UNSEEN,
-    Cache,
-    CachedProgram,
-    Target,
-    arguments_text,
-    difference_text,
-    facts_of_call,
-    reason_for,
-)
+from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
+from tsfunc.program.calling.retrace_reasons import FIRST_CALL, UNSEEN, difference_text, reason_for
 from tsfunc.program.calling.variation import Variation, is_special
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import (
@@ -66,7 +46,9 @@ from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import (
     argument_paths_of,
+    arguments_text,
     call_spec_of,
+    facts_of_call,
     guard_lines,
     guards_on_arguments,
     spelled,
@@ -81,7 +63,6 @@ from tsfunc.program.guarding.inputs import (
     with_fixed_sizes,
     with_raised_minima,
 )
-from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.values import PathTexts
@@ -151,7 +132,7 @@ class CacheMiss:
         inputs, bounds = tensor_inputs(self.flat, self.argument_paths, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
-        self.reason = reason or reason_for(facts, cache.history)
+        self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
         self.outside = self._outside_differences(cache)
         signatures = {self.signature(inputs, x) for x in (self.scalars(inputs, bounds), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
@@ -496,61 +477,6 @@ def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.call_spec.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
-
-
-# --- errors of the function's own checks of data, raised if the check fails in its program
-
-
-_FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
-
-
-def raise_user_assertion(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    program: Program,
-    error: RuntimeError,
-) -> None:
-    """Raise the function's own error if one of its checks fails in its program.
-
-    Args:
-        func: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        program: the program that has run.
-        error: the error of the program; an error of another kind is ignored.
-
-    Raises:
-        FailedCheckError: a check of a size of data failed, and the function gives the reason.
-    """
-    if current_trace() is not None or not _is_user_check(program, str(error)):
-        return
-    try:
-        func(*args, **kwargs)
-    except Exception as own:
-        if not isinstance(error, FailedCheckError):
-            raise own from None
-        failed = FailedCheckError(f"{error}\n{type(own).__name__}: {own}")
-        raise failed.with_traceback(own.__traceback__) from None
-
-
-def _is_user_check(program: Program, message: str) -> bool:
-    """True if a check of the function has the message, and nothing is written before it."""
-    for node in program.graph.nodes:
-        if writes(node):
-            return False
-        op = node.meta.get("op")
-        if "engine_check" in node.meta:
-            continue
-        if op is not None and op.name == "aten::_assert_async":
-            check: Any = _FAILED_ASSERTION
-        elif node.target is check_size or (op is not None and op.name == "aten::_assert_async.msg"):
-            check = node.args[1]
-        else:
-            continue
-        if isinstance(check, str) and check in message:
-            return True
-    return False
 
 
 # --- reports of programs

@@ -64,15 +64,10 @@ from tsfunc.program.closure.side_effects import (
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.guarding.call_spec import alias_tensors
-from tsfunc.program.guarding.guards import (
-    Aliasing,
-    ConditionHolds,
-    Property,
-    TraceGuard,
-    variables_of,
-)
+from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
+from tsfunc.program.guarding.trace_guards import Aliasing, ConditionHolds, Property, TraceGuard
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.program.program import Program
@@ -253,7 +248,7 @@ class _Trace:
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
         self.assumptions = request.assumptions
-        instances.builder.set_arguments(request.flat)
+        instances.builder.arguments = request.flat
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
         known = {

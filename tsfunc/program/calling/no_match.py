@@ -7,15 +7,16 @@ from typing import Any
 
 import optree
 
-from tsfunc.program.calling.cache import (
-    CachedProgram,
-    arguments_text,
-    differing,
-    facts_of_call,
-    reason_for,
-)
+from tsfunc.program.calling.cache import CachedProgram
 from tsfunc.program.calling.calls import CacheMiss
-from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_in_call
+from tsfunc.program.calling.retrace_reasons import differing, reason_for
+from tsfunc.program.guarding.call_spec import (
+    CallSpec,
+    arguments_text,
+    facts_of_call,
+    guards_on_arguments,
+    names_in_call,
+)
 from tsfunc.program.guarding.inputs import sizes_of_call, tensor_inputs
 
 _MOST_LISTED = 12

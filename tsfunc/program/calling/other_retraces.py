@@ -12,16 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from tsfunc.program.calling.cache import (
-    ABSENT,
-    FORMS,
-    STRUCTURE,
-    Cache,
-    Target,
-    fact_text,
-    primary_differences,
-)
+from tsfunc.program.calling.cache import Cache, Target
+from tsfunc.program.calling.retrace_reasons import fact_text, primary_differences
 from tsfunc.program.closure.read_guards import OfBranch
+from tsfunc.program.guarding.call_spec import ABSENT, FORM_PREFIXES, STRUCTURE_PREFIX
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.types.values import same_value
 
@@ -55,7 +49,7 @@ def warning_about_others(
     found: dict[str, tuple[Any, list[Any]]] = {
         name: (facts.get(name, ABSENT), values)
         for name, values in _seen(facts, cache.varied).items()
-        if name not in sized and not name.startswith(FORMS)
+        if name not in sized and not name.startswith(FORM_PREFIXES)
     }
     remedies = {name: _remedy(call, name) for name in found}
     for name, (now, values) in _seen_outside(call.outside).items():
@@ -140,11 +134,11 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 def _remedy(call: CacheMissFacts, name: str) -> str:
     """Return how calls that differ in a fact about an argument get fewer programs."""
-    if name.startswith(STRUCTURE):
+    if name.startswith(STRUCTURE_PREFIX):
         return (
-            f"A program is for one structure of {name.removeprefix(STRUCTURE)}. Stack tensors of "
-            f"one shape into a tensor (torch.stack) whose size has a name, or pad them to one "
-            f"number."
+            f"A program is for one structure of {name.removeprefix(STRUCTURE_PREFIX)}. Stack "
+            f"tensors of one shape into a tensor (torch.stack) whose size has a name, or pad them "
+            f"to one number."
         )
     at, _, last = name.rpartition(".")
     if last in _REMEDIES:

@@ -37,18 +37,16 @@ from typing import Any, Protocol
 import optree
 import torch
 
+from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.cache import (
-    ANY,
-    Cache,
-    CachedProgram,
-    differing,
-)
+from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.other_retraces import AFTER, CacheMissFacts, warning_about_others
+from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.guarding.call_spec import ANY
 from tsfunc.program.guarding.guards import Facts
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.single import TSTensor

@@ -35,14 +35,8 @@ from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import REPLACED_METHODS, Instances
-from tsfunc.program.closure.read_guards import (
-    IN_DICT,
-    MemberIs,
-    Missing,
-    NoMember,
-    ResultIs,
-    SameObject,
-)
+from tsfunc.program.closure.member_guards import MemberIs, NoMember
+from tsfunc.program.closure.read_guards import IN_DICT, Missing, ResultIs, SameObject
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
@@ -414,7 +408,7 @@ class FreeVariables:
             self.builder.guard(value, source)
 
     def _object(self, text: str, value: Any) -> None:
-        if is_instance(value) and not self.builder.is_known(value):
+        if is_instance(value) and self.builder.source_of(value) is None:
             self.instances.add(value, Source.of_object(value, text, type(value).__name__))
 
     def _changes(self) -> Iterator[SideEffect]:

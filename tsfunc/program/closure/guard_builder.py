@@ -48,7 +48,6 @@ import contextvars
 import copy
 import enum
 import functools
-import math
 import re
 import sys
 import threading
@@ -61,6 +60,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
+from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
@@ -133,7 +133,7 @@ class InputNumbers:
             each is type(value) or (type(each) is type(value) and not same_value(each, value))
             for each in earlier
         )
-        self.read[text] = type(value) if varies and _can_be_symbol(value) else value
+        self.read[text] = type(value) if varies and can_be_symbol(value) else value
         return self.read[text] is not value
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
@@ -145,12 +145,12 @@ class InputNumbers:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(ReadNumber(source, variable, type(value), value, _can_be_symbol))
+            guards.add(ReadNumber(source, variable, type(value), value, can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.add_input(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)
 
-    def of(self, text: str) -> Any:
+    def symbol_of(self, text: str) -> Any:
         """Return the symbolic number of an input; its value before the trace has begun."""
         varying = self.inputs[text]
         if self.symbol is None:
@@ -159,7 +159,7 @@ class InputNumbers:
             self._symbols[text] = self.symbol(varying)
         return self._symbols[text]
 
-    def put_into(self, container: Any, key: Any, made: Callable[[], Any]) -> None:
+    def replace_in(self, container: Any, key: Any, made: Callable[[], Any]) -> None:
         """Replace an element of a container from the start of the trace, by one with symbols."""
         if self.symbol is None:
             self._waiting.append((container, key, made))
@@ -171,27 +171,18 @@ class InputNumbers:
         """Begin the trace."""
         self.symbol = symbol
         for each in self._waiting:
-            self.put_into(*each)
+            self.replace_in(*each)
 
     def restore(self) -> None:
         """Restore the numbers in their containers, where the function has left the symbols."""
         for container, key, symbol, before in self._replaced:
-            if _elements_by_key(container).get(key) is symbol:
+            if _items(container).get(key) is symbol:
                 container[key] = before
         self._replaced.clear()
 
     def is_same(self, now: Any, before: Any) -> bool:
         """True if an element is the one before, or the symbol in its place."""
         return now is before or any(now is x and before is y for _, _, x, y in self._replaced)
-
-
-def _elements_by_key(container: Any) -> Mapping[Any, Any]:
-    return container if isinstance(container, Mapping) else dict(enumerate(container))
-
-
-def _can_be_symbol(value: int | float) -> bool:
-    """True if a symbol can have the value."""
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
 
 
 # --- objects that show contents: NOTE [contents that are shown]
@@ -265,9 +256,9 @@ class GuardBuilder:
 
     Args:
         name: the name of the specialized function, for errors.
-        enter: called with each object that is to be watched.
-        met: called with each function among the values.
-        opaque: called with the source and the object for objects that are compared by identity.
+        on_object: called with each object that is to be watched.
+        on_function: called with each function among the values.
+        on_opaque: called with the source and each object that is compared by identity.
         closure: the treatment of values that belong to the function: NOTE [closures].
         earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
@@ -277,40 +268,35 @@ class GuardBuilder:
         inputs: the tensors that are read at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their sources.
+        arguments: the flattened arguments of the call that is traced.
     """
 
     def __init__(
         self,
         name: str,
-        enter: Callable[[Any, Source], None],
-        met: Callable[[Any], None],
-        opaque: Callable[[str, Any], None],
+        on_object: Callable[[Any, Source], None],
+        on_function: Callable[[Any], None],
+        on_opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
         earlier: NumberHistory = MappingProxyType({}),
     ) -> None:
-        self.name = name
+        self.name, self.closure = name, closure
         self.numbers = InputNumbers(earlier)
-        self.closure = closure
         self.read_guards = ReadGuards()
-        self._own = ReadGuards() if closure == "freeze" else self.read_guards  # not checked
+        self._closure_guards = (
+            ReadGuards() if closure == "freeze" else self.read_guards
+        )  # not checked
         self.inputs: list[tuple[torch.Tensor, Source]] = []
         self.containers: list[ContainerSnapshot] = []
         self.read: dict[str, Any] = {}
-        self._enter = enter
-        self._met = met
-        self._opaque = opaque
-        self._known: dict[
-            int, tuple[Any, Source]
-        ] = {}  # keeps the objects, and so their ids, alive
-        self._given: Sequence[Any] = ()
+        self._on_object, self._on_function, self._on_opaque = on_object, on_function, on_opaque
+        # Keeps the objects, and so their ids, alive.
+        self._known: dict[int, tuple[Any, Source]] = {}
+        self.arguments: Sequence[Any] = ()
 
     def guards_of(self, in_closure: bool) -> ReadGuards:
         """Return the guards for values of the function itself (`in_closure`), or of an argument."""
-        return self._own if in_closure else self.read_guards
-
-    def is_known(self, value: Any) -> bool:
-        """True if the trace has met an object from outside."""
-        return id(value) in self._known
+        return self._closure_guards if in_closure else self.read_guards
 
     def source_of(self, value: Any) -> Source | None:
         """Return the source of an object that the trace has met, or None."""
@@ -325,17 +311,13 @@ class GuardBuilder:
             i: x for i, (x, source) in known if source.in_closure and isinstance(x, torch.Tensor)
         }
 
-    def set_arguments(self, flat: Sequence[Any]) -> None:
-        """Set the flattened arguments."""
-        self._given = flat
-
     def placeholder_of(self, value: Any) -> Any:
         """Return the stand-in for an object from outside in a value of the program.
 
         The result is an ``OutsideRef`` for an argument or a guarded object, and None for an object
         that is not from outside. A frozen object (``closure="freeze"``) is returned unchanged.
         """
-        for i, given in enumerate(self._given):
+        for i, given in enumerate(self.arguments):
             if given is value:
                 return OutsideRef(i)
         source = self.source_of(value)
@@ -344,7 +326,7 @@ class GuardBuilder:
         guards = self.guards_of(source.in_closure)
         if guards is not self.read_guards:
             return value
-        return OutsideRef(len(self._given) + guards.add_input(source, value))
+        return OutsideRef(len(self.arguments) + guards.add_input(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its source."""
@@ -374,7 +356,7 @@ class GuardBuilder:
             and known[1].in_closure
             and not any(value is x for x, _ in self.inputs)
         ):
-            self._own.make_input(known[1], value)
+            self._closure_guards.make_input(known[1], value)
             self.inputs.append((value, known[1]))
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
@@ -401,7 +383,7 @@ class GuardBuilder:
     def _tensor(self, value: torch.Tensor, source: Source) -> None:
         self._known[id(value)] = value, source
         if source.in_closure:
-            self._own.guard_identity(source, value)
+            self._closure_guards.guard_identity(source, value)
             if vars(value):
                 self.guard(dict(vars(value)), source.at("vars({})"))
         else:
@@ -433,15 +415,15 @@ class GuardBuilder:
         elif is_instance(value):
             self._known[id(value)] = value, source
             guards.add(TypeOf(source, cls))
-            self._enter(value, source)
+            self._on_object(value, source)
         elif hasattr(cls, "__next__"):
             self.refuse_iterator(source.owner, f"read at {user_location()}", value)
         elif has_value(cls):
             guards.add(EqualValue(source, value))
         else:
             guards.add(SameObject(source, value))
-            self._met(value)
-            self._opaque(source.text, value)
+            self._on_function(value)
+            self._on_opaque(source.text, value)
 
     def refuse_iterator(self, text: str, how: str, value: Any) -> NoReturn:
         """Refuse an iterator, which returns a different item at each read.
@@ -496,9 +478,9 @@ class GuardBuilder:
             settable = hasattr(into, "__setitem__")
             if settable and self.numbers.is_input(item, text):
                 self.numbers.add(item, at, guards)
-                self.numbers.put_into(into, key, functools.partial(self.numbers.of, text))
+                self.numbers.replace_in(into, key, functools.partial(self.numbers.symbol_of, text))
             elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
-                self.numbers.put_into(into, key, self.tuple_of_numbers(item, at))
+                self.numbers.replace_in(into, key, self.tuple_of_numbers(item, at))
             else:
                 self.guard(item, at)
 
@@ -535,7 +517,7 @@ class GuardBuilder:
         @functools.cache
         def replaced() -> tuple[Any, ...]:
             pairs = zip(items, texts, strict=True)
-            return tuple(item if text is None else numbers.of(text) for item, text in pairs)
+            return tuple(item if text is None else numbers.symbol_of(text) for item, text in pairs)
 
         return replaced
 

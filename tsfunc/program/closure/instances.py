@@ -80,7 +80,7 @@ class Instances:
         guard_unchanged: guards the variables that the function may have assigned the values that
             they had, which no program repeats.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
-            be tensors: NOTE [tensor aliasing] in ``guards.py``.
+            be tensors: NOTE [tensor aliasing] in ``trace_guards.py``.
     """
 
     def __init__(

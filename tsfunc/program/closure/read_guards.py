@@ -20,7 +20,6 @@ whose own guards, and those of all shorter paths, hold.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import operator
 import re
@@ -44,7 +43,8 @@ from tsfunc.program.closure.guard_codegen import (
     compile_guard,
     keys_condition,
 )
-from tsfunc.types.values import describe, same_value
+from tsfunc.program.closure.member_guards import MemberIs, NoMember
+from tsfunc.types.values import describe, same_float, same_value
 
 # --- guards on values that were read
 
@@ -196,19 +196,14 @@ class KeysAre(ReadGuard):
     @classmethod
     def lines_of_many(cls, guards: Sequence[KeysAre], code: GuardCode) -> Iterator[str]:
         """Compare the keys of all dicts in three calls into C."""
-        empty = [code.variable(guard.source) for guard in guards if guard.falsy]
+        empty = [code.variable(each.source) for each in guards if each.plain and not each.keys]
         if empty:
             yield f"if any(({', '.join(empty)},)): return None"
-        rest = [guard for guard in guards if not guard.falsy]
+        rest = [each for each in guards if each.keys or not each.plain]
         if rest:
             found = [code.variable(guard.source) for guard in rest]
             differ = keys_condition(found, [guard.keys for guard in rest], code.name)
             yield f"if {differ}: return None"
-
-    @property
-    def falsy(self) -> bool:
-        """True if the guard holds exactly for values that are false."""
-        return self.plain and not self.keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,15 +426,15 @@ class ResultIs(Guard):
 
     function: Callable[..., Any]
     sources: tuple[Source, ...]
-    answer: Any
+    expected: Any
 
     def value_sources(self) -> tuple[Source, ...]:
         return self.sources
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        given = ", ".join(map(code.variable, self.sources))
-        called = f"{code.name(self.function)}({given})"
-        return (f"if {called} != {code.name(self.answer)}: return None",)
+        values = ", ".join(map(code.variable, self.sources))
+        call = f"{code.name(self.function)}({values})"
+        return (f"if {call} != {code.name(self.expected)}: return None",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,63 +451,13 @@ class Distinct(Guard):
         return (f"if len({{{ids}}}) != {len(self.sources)}: return None",)
 
 
-@dataclass(frozen=True, eq=False)
-class MemberIs(Guard):
-    """A member of a library's module or class, or a method of a user's: identity or equality."""
-
-    owner: Any
-    name: str
-    value: Any
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[MemberIs], code: GuardCode) -> Iterator[str]:
-        """Check the members of each owner at once."""
-        owners: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for guard in guards:
-            owners.setdefault(id(guard.owner), (guard.owner, {}))[1][guard.name] = guard.value
-        for owner, members in owners.values():
-            read = operator.itemgetter(*members)
-            get, of, before = map(code.name, (read, vars(owner), read(members)))
-            # Tuples compare their items by identity first, and NaN does not equal itself.
-            # A function of ``math`` equals its replacement: NOTE [functions of math].
-            of_math = owner is math and any(map(callable, members.values()))
-            differs = "is not" if len(members) == 1 and not of_math else "!="
-            yield f"if {get}({of}) {differs} {before}: return None"
-
-
-@dataclass(frozen=True, eq=False)
-class NoMember(Guard):
-    """A name that a class itself does not have."""
-
-    owner: Any
-    name: str
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[NoMember], code: GuardCode) -> Iterator[str]:
-        """Check the names of each owner at once."""
-        owners: dict[int, tuple[Any, set[str]]] = {}
-        for guard in guards:
-            owners.setdefault(id(guard.owner), (guard.owner, set()))[1].add(guard.name)
-        for owner, names in owners.values():
-            held, absent = code.name(vars(owner)), code.name(frozenset(names))
-            yield f"if not {held}.keys().isdisjoint({absent}): return None"
-
-
 class OfBranch(str):
     """The text of a number with which the function took another branch."""
 
 
-_SHOWN = 8  # the number of refusing guards that are named
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
 _BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
 _LAST: tuple[type[Guard], ...] = (ClosureTensor,)
-
-
-def same_float(a: Any, b: float) -> bool:
-    """True if a value is this float: of its class, equal or both NaN, of the same sign."""
-    if type(a) is not type(b):
-        return False
-    return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)
 
 
 @dataclass(eq=False)
@@ -566,71 +511,6 @@ class ReadGuards:
         assert isinstance(self.guards[at + 1], ClosureTensor)
         self.guards[at : at + 2] = [ReadTensor(source, tensor)]
         self.inputs.append((source, tensor))
-
-    def differences(
-        self, now: tuple[Any, ...], flat: Sequence[Any]
-    ) -> dict[str, tuple[Any, Any]] | None:
-        """Return the values that a call reads and the guards refuse.
-
-        Args:
-            now: torch's settings.
-            flat: the flattened arguments of the call.
-
-        Returns:
-            The name of each with its value in the call and the guarded one, in the order of the
-            reads; None if all guards hold, or if those that fail have no names.
-        """
-        found: dict[str, tuple[Any, Any]] = {}
-        paths: list[tuple[Any, ...]] = []
-        for guard in itertools.islice(self._refusing(now, flat), _SHOWN):
-            if isinstance(guard, ReadCondition):
-                found |= self._numbers_of(guard, now, flat)
-            fact = guard.fact if isinstance(guard, ReadGuard) else None
-            if fact is None or not isinstance(guard, ReadGuard) or not guard.source.text:
-                continue
-            path = guard.source.path
-            value = ReadGuards([], [(guard.source, None)]).function(now)(flat)
-            if value is None or any(path[: len(each)] == each for each in paths):
-                continue  # it is in a container that is refused
-            paths.append(path)
-            found[fact[0]] = guard.fact_of(value[0]), fact[1]
-        return found or None
-
-    def _numbers_of(
-        self, condition: ReadCondition, now: tuple[Any, ...], flat: Sequence[Any]
-    ) -> dict[str, tuple[Any, Any]]:
-        """Return the numbers of a condition, with their values in a call and in the trace."""
-        found = {}
-        for number in self.guards:
-            if isinstance(number, ReadNumber) and number.is_in(condition.code):
-                value = ReadGuards([], [(number.source, None)]).function(now)(flat)
-                if value is not None and not same_value(number.value, value[0]):
-                    before = number.value if condition.fixes else OfBranch(repr(number.value))
-                    found[number.source.text] = value[0], before
-        return found
-
-    def _refusing(self, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
-        """Yield the guards that refuse a call; of many guards they are found by halves."""
-
-        def hold(guards: Sequence[Guard]) -> bool:
-            return ReadGuards([*guards]).function(now)(flat) is not None
-
-        def search(guards: Sequence[Guard]) -> Iterator[Guard]:
-            if hold([*numbers, *guards]):
-                return
-            if len(guards) == 1:
-                yield guards[0]
-                return
-            half = len(guards) // 2
-            yield from search(guards[:half])
-            yield from search(guards[half:])
-
-        numbers = [guard for guard in self.guards if isinstance(guard, ReadNumber)]
-        refusing = [guard for guard in numbers if not hold([guard])]
-        if refusing:  # the conditions on these numbers can't be evaluated
-            yield from refusing
-        else:
-            yield from search([x for x in self.guards if not isinstance(x, ReadNumber)])
 
     def function(
         self,
@@ -688,10 +568,7 @@ class ReadGuards:
         return code, [code.variable(source) for source, _ in self.inputs]
 
     def _by_depth(self) -> Iterator[list[Guard]]:
-        """Yield the guards whose paths are equally long: NOTE [guards by depth].
-
-        Conditions on several values come last.
-        """
+        """Yield the guards of equally long paths, conditions last: NOTE [guards by depth]."""
         groups: dict[int, list[Guard]] = {}
         last: list[Guard] = []
         for each in self.guards:

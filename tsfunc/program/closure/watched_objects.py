@@ -17,10 +17,10 @@ from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
 from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.member_guards import MemberIs
 from tsfunc.program.closure.read_guards import (
     IN_DICT,
     KeysAre,
-    MemberIs,
     Missing,
     ReadGuards,
     SameContents,
@@ -163,7 +163,7 @@ class WatchedObject:
                     source = source.at("{}" + step, text, owner)
                 if not exactly and numbers.is_input(value, text):
                     numbers.add(value, source, self._guards)
-                    self._inputs[name] = value, source, functools.partial(numbers.of, text)
+                    self._inputs[name] = value, source, functools.partial(numbers.symbol_of, text)
                 elif not exactly and type(value) is tuple and numbers.are_inputs(value, text):
                     self._inputs[name] = value, source, builder.tuple_of_numbers(value, source)
                 else:
@@ -235,7 +235,7 @@ class WatchedObject:
         if (
             not hasattr(type(descriptor), "__get__")
             or not is_instance(descriptor)
-            or builder.is_known(descriptor)
+            or builder.source_of(descriptor) is not None
         ):
             return
         base = next(base for base in type(self.value).__mro__ if name in vars(base))

@@ -40,16 +40,18 @@ from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments
 from tsfunc.program.guarding.guards import (
     AnyNumber,
     ArgumentGuard,
-    DescribedArguments,
     DimIs,
     TensorMeta,
     TypeIs,
     ValueIs,
     read_scalar,
+)
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.program.guarding.trace_guards import (
+    DescribedArguments,
     read_trace_guard,
     trace_guard_to_json,
 )
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 

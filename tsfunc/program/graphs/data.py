@@ -17,7 +17,7 @@ from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
 from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
-from tsfunc.program.guarding.guards import TraceGuard
+from tsfunc.program.guarding.trace_guards import TraceGuard
 from tsfunc.types import Dim
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import (
@@ -27,19 +28,19 @@ from tsfunc.program.closure.guard_codegen import (
     key_orders,
 )
 from tsfunc.program.guarding.guards import (
-    KINDS,
+    ARGUMENT_KINDS,
     AnyNumber,
     ArgumentGuard,
     DimIs,
     SizesAre,
     TensorMeta,
-    TraceGuard,
     TypeIs,
+    UnquotedText,
     ValueIs,
     WatchedPlaceholder,
-    conditions_among,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ConditionHolds, TraceGuard
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.values import PathTexts
 
@@ -274,6 +275,11 @@ def guards_on_arguments(
     return guards
 
 
+def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
+    """Return the conditions of the guards that are conditions."""
+    return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
+
+
 def guard_lines(
     guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
 ) -> tuple[list[str], dict[str, Any]]:
@@ -285,7 +291,7 @@ def guard_lines(
         count: the number of flattened arguments.
     """
     code = GuardCode(bounds, count)
-    for kind in KINDS:
+    for kind in (*ARGUMENT_KINDS, *TRACE_KINDS):
         code.add([guard for guard in guards if type(guard) is kind])
     return code.lines, code.scope
 
@@ -305,3 +311,71 @@ def alias_tensors(
         first.setdefault(id(spec.example), tracer)
         for spec, tracer in zip(inputs, tracers, strict=True)
     ]
+
+
+# --- the facts of a call, by which a miss is explained
+
+
+ABSENT = object()
+ANY = object()  # stands for each value that a program serves
+STRUCTURE_PREFIX = "the structure of "
+_ORDER, _PASSED = "the keys of dict", "the arguments"
+FORM_PREFIXES = (_ORDER, _PASSED)  # any other difference is a better reason
+
+
+def facts_of_call(
+    guards: Iterable[ArgumentGuard],
+    name: Names,
+    settings: Sequence[Any],
+    orders: Sequence[Any],
+    passed: str,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the assumptions of a program for a call, by the user's names.
+
+    Args:
+        guards: the guards on its arguments.
+        name: returns the user's spelling of an argument.
+        settings: torch's settings.
+        orders: the key orders of the dicts among the arguments.
+        passed: a text that shows which arguments are positional, and which are keywords.
+        arguments: its arguments by parameter.
+    """
+    facts: dict[str, Any] = {}
+    for parameter, value in arguments.items():
+        structure = _structure_text(value)
+        if structure != _LEAF:
+            facts[STRUCTURE_PREFIX + parameter] = UnquotedText(structure)
+    for guard in guards:
+        facts.update(guard.facts(name))
+    for setting, value in zip(SETTINGS, settings, strict=True):
+        facts[setting.name] = value
+    facts[_PASSED] = UnquotedText(passed)
+    for i, keys in enumerate(orders):
+        facts[f"{_ORDER} {i}"] = UnquotedText(", ".join(map(repr, keys)))
+    return facts
+
+
+_LEAF = "_"
+_MANY = 4  # the elements of a longer container are counted
+
+
+def _structure_text(value: Any) -> str:
+    """Return a text that shows the containers of an argument: ``[_, {'a': _}]``."""
+    kind = type(value)
+    if kind is dict and len(value) <= _MANY:
+        parts = sorted(f"{key!r}: {_structure_text(x)}" for key, x in value.items())
+        return f"{{{', '.join(parts)}}}"
+    parts = [*map(_structure_text, value)] if kind in (list, tuple) else []
+    if 0 < len(parts) <= _MANY and any(part != _LEAF for part in parts):
+        inside = ", ".join(parts)
+        return f"[{inside}]" if kind is list else f"({inside}{',' * (len(value) == 1)})"
+    if kind in (list, tuple, dict):
+        return f"a {kind.__name__} of {len(value)}"
+    leaves, tree = pytrees.flatten(value)
+    return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {len(leaves)} values"
+
+
+def arguments_text(positional: int, keywords: Iterable[str]) -> str:
+    """Return a text that shows positional and keyword arguments: ``(_, y=_)``."""
+    return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"

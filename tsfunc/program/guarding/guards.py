@@ -3,21 +3,13 @@
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``to_json`` and
-``from_json``). A new kind of guard is a class in this file, and a place in ``KINDS``.
-``guards_on_arguments`` makes the guards on single arguments, and ``calling/capture.py`` those on
-other facts that the trace relied on (``TraceGuard``). Guards on values that the function reads
-besides its arguments are in ``closure/read_guards.py``; the base class of all is in
-``closure/guard_codegen.py``.
+``from_json``). A new kind of guard is a class in this file, and a place in ``ARGUMENT_KINDS``;
+``guards_on_arguments`` makes it. Guards on other facts about the arguments are in
+``trace_guards.py``, and those on values that the function reads besides its arguments in
+``closure/read_guards.py``; the base class of all is in ``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
-
-NOTE [tensor aliasing]
-A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
-it is in most calls. If the function's code has an identity comparison of objects that may be
-tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
-function has from elsewhere (a parameter of its module) is passed as that tensor. Later calls are
-then guarded on the same identities. Other functions have one program for both kinds of calls.
 """
 
 from __future__ import annotations
@@ -29,31 +21,26 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import (
-    PropertyGuard,
     is_tensor_of,
     quick_check,
-    reader_of,
     users_class,
 )
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
-from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
-from tsfunc.program.closure.read_guards import same_float
+from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.size_facts import fact_code
 from tsfunc.types.sizes import solved_for
-from tsfunc.types.values import describe, plain_name, same_value, tensor_text
+from tsfunc.types.values import describe, plain_name, same_float, same_value, tensor_text
 
 Facts = Mapping[str, Any]
 Encode = Callable[[Any], Any]
@@ -228,7 +215,7 @@ class TensorMeta(ArgumentGuard):
     def key(self) -> Any:
         x = self.spec.example
         shape = tuple(str(dim) for dim in self.spec.dims)
-        return shape, (x.dtype, x.device, x.requires_grad, _layout_key(self.spec),
+        return shape, (x.dtype, x.device, x.requires_grad, self.spec.layout_key,
                        users_class(type(x)))  # fmt: skip
 
     def to_json(self, encode: Encode) -> Any:
@@ -316,176 +303,6 @@ class SizesAre(Guard):
                     yield f"{name(spec.position)}.shape[{k}] == {size}"
 
 
-class DescribedArguments(NamedTuple):
-    """The arguments of a call in a file, to which its guards refer.
-
-    Attributes:
-        bounds: the named dims.
-        scalars: the numbers that are inputs.
-        tensors: the positions of the tensors.
-    """
-
-    bounds: Mapping[str, Dim]
-    scalars: Sequence[ScalarSpec]
-    tensors: Collection[int]
-
-
-@dataclass(frozen=True, eq=False)
-class TraceGuard(Guard):
-    """A fact about the arguments that a trace relied on, beside their types and sizes.
-
-    Attributes:
-        json_key: the kind of guard in files.
-    """
-
-    json_key: ClassVar[str]
-
-    def holds(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> bool:
-        """True if the fact holds for some arguments and sizes of named dims."""
-        code = GuardCode()
-        check = compile_guard(
-            ", ".join(["args", *map(_size, sizes)]), [*self.lines(code)], "True", code.scope
-        )
-        return check(flat, *sizes.values()) is True
-
-    def is_storable(self, names: Collection[str]) -> bool:
-        """True if a file can hold the fact, given the names of dims and of numbers."""
-        return True
-
-    def for_fixed_numbers(self) -> TraceGuard | None:
-        """Return the fact for calls with the numbers of the traced call; None if it is implied."""
-        return self
-
-    def to_json(self) -> Any:
-        """Return the guard as JSON."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> TraceGuard:
-        """Return the guard that `to_json` wrote."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class ConditionHolds(TraceGuard):
-    """A condition on named dims and numbers among the inputs."""
-
-    json_key: ClassVar[str] = "condition"
-    condition: Condition
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        code.scope["math"] = math
-        return (f"if not ({self.condition.code}): return None",)
-
-    def texts(self, name: Names) -> Iterable[str]:
-        return (self.condition.text,)
-
-    def is_storable(self, names: Collection[str]) -> bool:
-        try:
-            fact_code(self.condition.fact, {name: name for name in names})
-        except DescriptorError:
-            return False
-        return True
-
-    def for_fixed_numbers(self) -> ConditionHolds | None:
-        condition = self.condition
-        if not condition.dims:
-            return None
-        return ConditionHolds(condition._replace(fact=condition.fixed))
-
-    def to_json(self) -> str:
-        return self.condition.fact
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
-        text, bounds = field.line(), described.bounds
-        variables = variables_of(bounds, described.scalars)
-        try:
-            code = fact_code(text, variables)
-            shown = fact_code(text, {name: name for name in variables})
-        except DescriptorError as error:
-            field.fail(str(error))
-        return cls(Condition(code, shown, tuple(bounds), text))
-
-
-@dataclass(frozen=True, eq=False)
-class Property(TraceGuard):
-    """A fact about a tensor argument that the function read, other than its type and sizes."""
-
-    json_key: ClassVar[str] = "property"
-    guard: PropertyGuard
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        holds = f"property_{len(code.scope)}"
-        code.scope[holds] = self.guard.holds
-        return (f"if not {holds}(args[{self.guard.position}]): return None",)
-
-    def texts(self, name: Names) -> Iterable[str]:
-        return (f"{self.guard.fact.format(name(self.guard.position))} is {self.guard.answer}",)
-
-    def to_json(self) -> Any:
-        answer = self.guard.answer
-        return {
-            "argument": self.guard.position,
-            "fact": self.guard.fact,
-            "answer": list(answer) if isinstance(answer, tuple) else answer,
-        }
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> Property:
-        argument, fact, answer = field.record("argument", "fact", "answer")
-        text = fact.line()
-        if reader_of(text) is None:
-            fact.fail("not a property of tensors that a guard can have")
-        given = answer.value
-        if isinstance(given, list):
-            given = tuple(each.integer(0) for each in answer.items())
-        elif given is not None and not isinstance(given, bool | int):
-            answer.expected("true, false, a number or numbers")
-        return cls(PropertyGuard(_position(argument, described.tensors), text, given))
-
-
-@dataclass(frozen=True, eq=False)
-class Aliasing(TraceGuard):
-    """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing].
-
-    Attributes:
-        groups: the positions of the tensors, grouped by identity.
-    """
-
-    json_key: ClassVar[str] = "aliasing"
-    groups: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, inputs: Sequence[InputSpec]) -> Aliasing:
-        """Return the guard that a call meets with these tensors."""
-        groups: dict[int, list[int]] = {}
-        for spec in inputs:
-            groups.setdefault(id(spec.example), []).append(spec.position)
-        return cls(tuple(map(tuple, groups.values())))
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        parts = [f"args[{x}] is args[{other}]" for x, *others in self.groups for other in others]
-        if len(self.groups) > 1:
-            ids = ", ".join(f"id(args[{group[0]}])" for group in self.groups)
-            parts.append(f"len({{{ids}}}) == {len(self.groups)}")
-        return (f"if not ({' and '.join(parts)}): return None",) if parts else ()
-
-    def texts(self, name: Names) -> Iterator[str]:
-        for first, *others in self.groups:
-            yield from (f"{name(first)} is {name(other)}" for other in others)
-        if len(self.groups) > 1:
-            distinct = ", ".join(name(group[0]) for group in self.groups)
-            yield f"{distinct} are different tensors"
-
-    def to_json(self) -> Any:
-        return [list(group) for group in self.groups]
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> Aliasing:
-        return cls(tuple(_group(group, described.tensors) for group in field.items()))
-
-
 @dataclass(frozen=True)
 class WatchedPlaceholder:
     """Stand-in for an object whose attributes are watched."""
@@ -493,29 +310,8 @@ class WatchedPlaceholder:
     cls: type
 
 
-KINDS: tuple[type[Guard], ...] = (
-    TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre, ConditionHolds, Property, Aliasing,
-)  # fmt: skip
-"""The kinds of guards, in the order of their code: a size is bound before a condition uses it."""
-
-
-_IN_FILES: dict[str, type[TraceGuard]] = {
-    kind.json_key: kind for kind in KINDS if issubclass(kind, TraceGuard)
-}
-
-
-def trace_guard_to_json(guard: TraceGuard) -> Any:
-    """Return a guard and its kind as JSON."""
-    return {guard.json_key: guard.to_json()}
-
-
-def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
-    """Return the guard that `trace_guard_to_json` wrote."""
-    for key, kind in _IN_FILES.items():
-        if field.get(key) is not None:
-            (value,) = field.record(key)
-            return kind.from_json(value, described)
-    field.expected(f"a guard: {', '.join(_IN_FILES)}")
+ARGUMENT_KINDS: tuple[type[Guard], ...] = (TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre)
+"""The kinds of guards in this file, in the order of their code: a size is bound, then used."""
 
 
 # --- parts of guards in files
@@ -533,20 +329,6 @@ def read_scalar(field: Field, position: int, value: Any, taken: Collection[str])
     if name in taken or keyword.iskeyword(name):
         field.expected("another name")
     return spec
-
-
-def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
-    group = tuple(_position(each, positions) for each in field.items())
-    if not group:
-        field.expected("the places of arguments")
-    return group
-
-
-def _position(field: Field, positions: Collection[int]) -> int:
-    position = field.integer(0)
-    if position not in positions:
-        field.expected("the place of a tensor among the arguments")
-    return position
 
 
 def _dim_name(dim: DimForm) -> str:
@@ -572,20 +354,15 @@ def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
 _PLAIN = (int, bool, str, type(None))
 
 
-def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
-    """Return the conditions of the guards that are conditions."""
-    return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
-
-
 def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
     """Return the variables of named dims and numbers in conditions."""
     numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
-    return {**{name: _size(name) for name in bounds}, **numbers}
+    return {**{name: variable_of_size(name) for name in bounds}, **numbers}
 
 
 def _spelled(text: str) -> str:
     """Return an expression in the guard's variables."""
-    return re.sub(r"[^\W\d]\w*", lambda match: _size(match[0]), text)
+    return re.sub(r"[^\W\d]\w*", lambda match: variable_of_size(match[0]), text)
 
 
 def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
@@ -594,8 +371,8 @@ def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
     return [
         f"d = {slope}",
         f"if not d or ({size} - ({rest})) % d: return None",
-        f"{_size(name)} = ({size} - ({rest})) // d",
-        *_bounds(_size(name), limits),
+        f"{variable_of_size(name)} = ({size} - ({rest})) // d",
+        *_bounds(variable_of_size(name), limits),
     ]
 
 
@@ -606,7 +383,7 @@ def _bounds(size: str, limits: Dim) -> list[str]:
     ]
 
 
-def _size(name: str) -> str:
+def variable_of_size(name: str) -> str:
     """Return the variable for a named dim; the prefix avoids clashes with other variables."""
     return f"size_{name}"
 
@@ -674,21 +451,11 @@ def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[s
         return [f"if s[{k}] != {dim}: return None"]
     if not isinstance(dim, Dim):
         return []
-    size = _size(dim.name)
+    size = variable_of_size(dim.name)
     if dim.name in bound:
         return [f"if s[{k}] != {size}: return None"]
     bound.add(dim.name)
     return [f"{size} = s[{k}]", *_bounds(size, bounds[dim.name])]
-
-
-def _layout_key(spec: InputSpec) -> Any:
-    """Return the memory layout that the guard of a program checks."""
-    x = spec.example
-    if x.layout is not torch.strided or x.is_nested:
-        return x.layout
-    if x.is_contiguous():
-        return "contiguous"
-    return tuple(x.stride()) if spec.is_fixed else layout_of(x.shape, x.stride())
 
 
 def _static_key(value: Any) -> Any:

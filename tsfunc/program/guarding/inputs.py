@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,11 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.errors import TypeCheckError
+from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
 from tsfunc.types.containers import TSFields
@@ -65,6 +66,16 @@ class InputSpec:
     def is_fixed(self) -> bool:
         """True if each dim has a fixed size."""
         return all(isinstance(dim, int) for dim in self.dims)
+
+    @property
+    def layout_key(self) -> Any:
+        """The memory layout that the guard of a program checks."""
+        x = self.example
+        if x.layout is not torch.strided or x.is_nested:
+            return x.layout
+        if x.is_contiguous():
+            return "contiguous"
+        return tuple(x.stride()) if self.is_fixed else layout_of(x.shape, x.stride())
 
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
         """Return its shape for these sizes (numbers or symbols) of the named dims."""
@@ -149,13 +160,6 @@ def scalar_inputs(
                 ScalarSpec(i, _input_name(argument_paths[i], taken), value, undescribed=True)
             )
     return specs
-
-
-def can_be_symbol(value: Any) -> bool:
-    """True if a value is a number that a symbol can stand for."""
-    if type(value) is float:
-        return math.isfinite(value)
-    return type(value) is int and abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:

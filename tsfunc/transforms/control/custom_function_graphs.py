@@ -18,9 +18,9 @@ from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.program.graphs.lowering import sizes_for
-from tsfunc.program.guarding.call_spec import placeholder
-from tsfunc.program.guarding.guards import Property, conditions_among
+from tsfunc.program.guarding.call_spec import conditions_among, placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
+from tsfunc.program.guarding.trace_guards import Property
 from tsfunc.program.program import Program
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import RuleCall

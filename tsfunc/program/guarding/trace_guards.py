@@ -1,0 +1,239 @@
+"""The guards on facts about the arguments that a trace relied on, beside their types and sizes.
+
+A new kind of guard is a ``TraceGuard`` in this file (its code, text and JSON), and a place in
+``TRACE_KINDS``; ``calling/capture.py`` makes the guards at the end of a trace.
+
+NOTE [tensor aliasing]
+A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
+it is in most calls. If the function's code has an identity comparison of objects that may be
+tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
+function has from elsewhere (a parameter of its module) is passed as that tensor. Later calls are
+then guarded on the same identities. Other functions have one program for both kinds of calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from tsfunc.bridge.sizes.symbols import Condition
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
+from tsfunc.errors import DescriptorError
+from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
+from tsfunc.program.fields import Field
+from tsfunc.program.guarding.guards import variable_of_size, variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
+from tsfunc.types import Dim
+from tsfunc.types.size_facts import fact_code
+
+
+class DescribedArguments(NamedTuple):
+    """The arguments of a call in a file, to which its guards refer.
+
+    Attributes:
+        bounds: the named dims.
+        scalars: the numbers that are inputs.
+        tensors: the positions of the tensors.
+    """
+
+    bounds: Mapping[str, Dim]
+    scalars: Sequence[ScalarSpec]
+    tensors: Collection[int]
+
+
+@dataclass(frozen=True, eq=False)
+class TraceGuard(Guard):
+    """A fact about the arguments that a trace relied on, beside their types and sizes.
+
+    Attributes:
+        json_key: the kind of guard in files.
+    """
+
+    json_key: ClassVar[str]
+
+    def holds(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> bool:
+        """True if the fact holds for some arguments and sizes of named dims."""
+        code = GuardCode()
+        check = compile_guard(
+            ", ".join(["args", *map(variable_of_size, sizes)]),
+            [*self.lines(code)],
+            "True",
+            code.scope,
+        )
+        return check(flat, *sizes.values()) is True
+
+    def is_storable(self, names: Collection[str]) -> bool:
+        """True if a file can hold the fact, given the names of dims and of numbers."""
+        return True
+
+    def for_fixed_numbers(self) -> TraceGuard | None:
+        """Return the fact for calls with the numbers of the traced call; None if it is implied."""
+        return self
+
+    def to_json(self) -> Any:
+        """Return the guard as JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> TraceGuard:
+        """Return the guard that `to_json` wrote."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionHolds(TraceGuard):
+    """A condition on named dims and numbers among the inputs."""
+
+    json_key: ClassVar[str] = "condition"
+    condition: Condition
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        code.scope["math"] = math
+        return (f"if not ({self.condition.code}): return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (self.condition.text,)
+
+    def is_storable(self, names: Collection[str]) -> bool:
+        try:
+            fact_code(self.condition.fact, {name: name for name in names})
+        except DescriptorError:
+            return False
+        return True
+
+    def for_fixed_numbers(self) -> ConditionHolds | None:
+        condition = self.condition
+        if not condition.dims:
+            return None
+        return ConditionHolds(condition._replace(fact=condition.fixed))
+
+    def to_json(self) -> str:
+        return self.condition.fact
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
+        text, bounds = field.line(), described.bounds
+        variables = variables_of(bounds, described.scalars)
+        try:
+            code = fact_code(text, variables)
+            shown = fact_code(text, {name: name for name in variables})
+        except DescriptorError as error:
+            field.fail(str(error))
+        return cls(Condition(code, shown, tuple(bounds), text))
+
+
+@dataclass(frozen=True, eq=False)
+class Property(TraceGuard):
+    """A fact about a tensor argument that the function read, other than its type and sizes."""
+
+    json_key: ClassVar[str] = "property"
+    guard: PropertyGuard
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        holds = f"property_{len(code.scope)}"
+        code.scope[holds] = self.guard.holds
+        return (f"if not {holds}(args[{self.guard.position}]): return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (f"{self.guard.fact.format(name(self.guard.position))} is {self.guard.answer}",)
+
+    def to_json(self) -> Any:
+        answer = self.guard.answer
+        return {
+            "argument": self.guard.position,
+            "fact": self.guard.fact,
+            "answer": list(answer) if isinstance(answer, tuple) else answer,
+        }
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> Property:
+        argument, fact, answer = field.record("argument", "fact", "answer")
+        text = fact.line()
+        if reader_of(text) is None:
+            fact.fail("not a property of tensors that a guard can have")
+        given = answer.value
+        if isinstance(given, list):
+            given = tuple(each.integer(0) for each in answer.items())
+        elif given is not None and not isinstance(given, bool | int):
+            answer.expected("true, false, a number or numbers")
+        return cls(PropertyGuard(_position(argument, described.tensors), text, given))
+
+
+@dataclass(frozen=True, eq=False)
+class Aliasing(TraceGuard):
+    """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing].
+
+    Attributes:
+        groups: the positions of the tensors, grouped by identity.
+    """
+
+    json_key: ClassVar[str] = "aliasing"
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[InputSpec]) -> Aliasing:
+        """Return the guard that a call meets with these tensors."""
+        groups: dict[int, list[int]] = {}
+        for spec in inputs:
+            groups.setdefault(id(spec.example), []).append(spec.position)
+        return cls(tuple(map(tuple, groups.values())))
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        parts = [f"args[{x}] is args[{other}]" for x, *others in self.groups for other in others]
+        if len(self.groups) > 1:
+            ids = ", ".join(f"id(args[{group[0]}])" for group in self.groups)
+            parts.append(f"len({{{ids}}}) == {len(self.groups)}")
+        return (f"if not ({' and '.join(parts)}): return None",) if parts else ()
+
+    def texts(self, name: Names) -> Iterator[str]:
+        for first, *others in self.groups:
+            yield from (f"{name(first)} is {name(other)}" for other in others)
+        if len(self.groups) > 1:
+            distinct = ", ".join(name(group[0]) for group in self.groups)
+            yield f"{distinct} are different tensors"
+
+    def to_json(self) -> Any:
+        return [list(group) for group in self.groups]
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> Aliasing:
+        return cls(tuple(_group(group, described.tensors) for group in field.items()))
+
+
+TRACE_KINDS: tuple[type[TraceGuard], ...] = (ConditionHolds, Property, Aliasing)
+"""The kinds of guards in this file, in the order of their code."""
+
+_BY_JSON_KEY = {kind.json_key: kind for kind in TRACE_KINDS}
+
+
+# --- guards in files
+
+
+def trace_guard_to_json(guard: TraceGuard) -> Any:
+    """Return a guard and its kind as JSON."""
+    return {guard.json_key: guard.to_json()}
+
+
+def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
+    """Return the guard that `trace_guard_to_json` wrote."""
+    for key, kind in _BY_JSON_KEY.items():
+        if field.get(key) is not None:
+            (value,) = field.record(key)
+            return kind.from_json(value, described)
+    field.expected(f"a guard: {', '.join(_BY_JSON_KEY)}")
+
+
+def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
+    group = tuple(_position(each, positions) for each in field.items())
+    if not group:
+        field.expected("the places of arguments")
+    return group
+
+
+def _position(field: Field, positions: Collection[int]) -> int:
+    position = field.integer(0)
+    if position not in positions:
+        field.expected("the place of a tensor among the arguments")
+    return position
