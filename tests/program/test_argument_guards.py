@@ -16,8 +16,8 @@ from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.calling.retrace_reasons import differing
-from tsfunc.program.closure.guard_codegen import ClosureGuard, Guard
-from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.closure.closure_guards import ClosureGuards
+from tsfunc.program.closure.guard_codegen import Guard, GuardFunction
 from tsfunc.program.fields import Field
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.program.guarding import guards, trace_guards
@@ -60,10 +60,10 @@ def guards_of(value: Any) -> list[ArgumentGuard]:
     return guards_on_arguments([value], inputs)
 
 
-def compiled(value: Any) -> ClosureGuard:
+def compiled(value: Any) -> GuardFunction:
     """Return the generated guard of a call with one argument."""
     lines, scope = guard_lines(guards_of(value), {}, 1)
-    return ReadGuards().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
+    return ClosureGuards().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
 
 
 def test_every_kind_of_guard_has_a_place() -> None:

@@ -36,7 +36,7 @@ class Assumptions:
             NOTE [automatic dynamic sizes]. It loses members.
         dim: the named dim in place of the sizes among them. It becomes narrower.
         narrowed: the number of times that ``dim`` has become narrower.
-        outside_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary].
+        closure_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary].
             It becomes False.
         described_numbers: numbers whose descriptor is their type are inputs. It becomes False.
         fixed: the named dims that have the sizes of the call. It gains members.
@@ -58,7 +58,7 @@ class Assumptions:
     varying: frozenset[str] = frozenset()
     dim: Dim | None = None
     narrowed: int = 0
-    outside_numbers: bool = True
+    closure_numbers: bool = True
     described_numbers: bool = True
     fixed: frozenset[str] = frozenset()
     other_hints: frozenset[str] = frozenset()
@@ -80,7 +80,7 @@ class Assumptions:
         of_symbols = (
             self.narrowed,
             -len(self.varying),
-            not self.outside_numbers,
+            not self.closure_numbers,
             not self.described_numbers,
             len(self.fixed),
         )
@@ -100,7 +100,7 @@ class Assumptions:
         return other.steps[:2] != self.steps[:2] or other.steps[2] > self.steps[2]
 
 
-_OF_SYMBOLS = {"varying", "dim", "outside_numbers", "described_numbers", "fixed"}
+_OF_SYMBOLS = {"varying", "dim", "closure_numbers", "described_numbers", "fixed"}
 
 
 class Retrace(BaseException):

@@ -59,9 +59,9 @@ class Program(ProgramData):
         looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
         attributes: the attributes of tensors that the function has read, ``grad`` and the user's
-            own, and the numbers from outside that are inputs.
+            own, and the closed-over numbers that are inputs.
         state: the module's names of the tensors that it reads from outside.
-        read_guards: the guards of later calls beyond their arguments, and the values read from
+        closure_guards: the guards of later calls beyond their arguments, and the values read from
             outside; None if they were not recorded.
         numbers: the numbers that it has read from containers and objects outside, by the user's
             spelling; the type of those that are inputs.

@@ -21,7 +21,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import detached
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.outside_tensors import Lifting
+from tsfunc.bridge.trace.lifted_tensors import Lifting
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import is_compiling

@@ -208,13 +208,13 @@ class Specialized(Generic[_Params, _Result]):
             known = self.cache.find(args, kwargs)
             if known is None:
                 self.cache.misses += 1
-                entry, reached = call.program(self.cache)
+                entry, closure_values = call.program(self.cache)
         if known is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
         try:
-            result: Any = entry.build(entry.run([*flat, *reached]))
+            result: Any = entry.build(entry.run([*flat, *closure_values]))
             return result
         except RuntimeError as error:
             if self._has_function:

@@ -93,7 +93,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
         """
         known = self._composed.get(id(level))
         if known is not None:
-            return known if type(known) is torch.Tensor else self._seen_outside(known)
+            return known if type(known) is torch.Tensor else self._seen_in_closure(known)
         assert isinstance(self.parent, SubsetLevel)
         parents, index = self.parent.index_in(level), self.index
         if type(parents) is torch.Tensor and type(index) is torch.Tensor:
@@ -105,7 +105,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
             )
             return selected
 
-    def _seen_outside(self, value: torch.Tensor) -> torch.Tensor:
+    def _seen_in_closure(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value of the outer levels as the currently active outer levels see it."""
         with self.restored():
             seen: torch.Tensor = as_seen_by_current_level(value)

@@ -84,7 +84,7 @@ class Condition(NamedTuple):
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.
-        of_read: whether it is on a number that the function reads from outside.
+        of_closure: whether it is on a number that the function reads from outside.
     """
 
     code: str
@@ -93,7 +93,7 @@ class Condition(NamedTuple):
     fact: str = ""
     fixed: str = ""
     number: str | None = None
-    of_read: bool = False
+    of_closure: bool = False
 
 
 def check_size(holds: bool, text: str) -> None:

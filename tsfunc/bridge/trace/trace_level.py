@@ -119,7 +119,7 @@ class TraceLevel(TracerLevel):
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
-            in programs] in ``outside_tensors``.
+            in programs] in ``lifted_tensors``.
         passes: the backward passes of the function that reach these tensors.
         failing: functions that are called with the error if no program is made.
         for_torch: True if the graph is written in torch's operators, which make one choice for a

@@ -20,16 +20,16 @@ from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import transform_code
 from tsfunc.errors import DescriptorViolation
+from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.program.closure.guard_codegen import (
     Build,
-    ClosureGuard,
     Enter,
+    GuardFunction,
     flatten_lines,
     key_orders,
     unflatten_function,
 )
-from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.refused_values import differences
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
 from tsfunc.program.guarding.guards import Facts
@@ -251,8 +251,8 @@ class CachedProgram:
 
     program: Program
     tree: optree.PyTreeSpec
-    accepts: ClosureGuard
-    closure_guard: ClosureGuard
+    accepts: GuardFunction
+    closure_guard: GuardFunction
     reason: str
     signature: Any
     call_spec: CallSpec
@@ -281,7 +281,7 @@ class CachedProgram:
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> CachedProgram:
         """Return a program for calls, with a guard that is generated from their description."""
-        reads = program.read_guards or ReadGuards()
+        reads = program.closure_guards or ClosureGuards()
         lines, scope = guard_lines(call_spec.guards(), call_spec.bounds, len(call_spec.leaves))
         opening = flatten_lines(call_spec.tree, scope, call_spec.keyword_order)
         return cls(
@@ -298,7 +298,7 @@ class CachedProgram:
         """The tensors of the calls that it serves, on one line."""
         return "; ".join(f"{spec.name}: {input_text(spec)}" for spec in self.call_spec.inputs)
 
-    def outside_differences(self, flat: Sequence[Any]) -> dict[str, tuple[Any, Any]] | None:
+    def closure_differences(self, flat: Sequence[Any]) -> dict[str, tuple[Any, Any]] | None:
         """Return the values besides the arguments for which the program does not serve a call.
 
         Args:
@@ -308,9 +308,9 @@ class CachedProgram:
             The name of each, with its value in the call and that of the program; None if the
             program does not serve such arguments, or if none of the values has a name.
         """
-        spec, reads = self.call_spec, self.program.read_guards
+        spec, reads = self.call_spec, self.program.closure_guards
         lines, scope = guard_lines(spec.guards(), spec.bounds, len(spec.leaves))
-        if reads is None or ReadGuards().function(spec.settings, lines, scope)(flat) is None:
+        if reads is None or ClosureGuards().function(spec.settings, lines, scope)(flat) is None:
             return None
         return differences(reads, spec.settings, flat)
 
@@ -324,8 +324,8 @@ class CachedProgram:
         orders = self.call_spec.key_orders
         if orders and key_orders(tree, self.call_spec.keyword_order) != orders:
             return None
-        reached = self.accepts(flat)
-        return None if reached is None else [*flat, *reached]
+        closure_values = self.accepts(flat)
+        return None if closure_values is None else [*flat, *closure_values]
 
 
 class NeedsInlining(Exception):
@@ -374,7 +374,7 @@ class Cache:
         varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
         fixed: the sizes and numbers that could not be widened together.
         required_numbers: the numbers whose values the function needs.
-        constants: the numbers from outside that are not inputs, since a symbol in their place
+        constants: the closed-over numbers that are not inputs, since a symbol in their place
             would change what the function does: NOTE [numbers that vary].
         records_autograd: whether the function runs backward passes itself, as its last trace found
             out: NOTE [retracing].
@@ -419,9 +419,9 @@ class Cache:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             if entry.signature in signatures and not entry.call_spec.failing_guards(flat, sizes):
-                reached = entry.closure_guard(flat)
-                if reached is not None:
-                    return entry, reached
+                closure_values = entry.closure_guard(flat)
+                if closure_values is not None:
+                    return entry, closure_values
         return None
 
     def add(self, entry: CachedProgram) -> None:

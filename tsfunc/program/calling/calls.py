@@ -115,8 +115,8 @@ class CacheMiss:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: NumberHistory = {}
-        self.outside: Sequence[Mapping[str, tuple[Any, Any]]] = ()
-        self.outside_inputs: Mapping[str, InputNumber] = {}
+        self.closure_differences: Sequence[Mapping[str, tuple[Any, Any]]] = ()
+        self.closure_inputs: Mapping[str, InputNumber] = {}
 
     @restoring_thread_state
     def program(self, cache: Cache, reason: str | None = None) -> ProgramAndInputs:
@@ -133,7 +133,7 @@ class CacheMiss:
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
-        self.outside = self._outside_differences(cache)
+        self.closure_differences = self._closure_differences(cache)
         signatures = {self.signature(inputs, x) for x in (self.scalars(inputs, bounds), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
@@ -149,8 +149,8 @@ class CacheMiss:
         self.variation = variation = Variation(self, cache, inputs, bounds, facts)
         known = cache.find_for_sizes(signatures, self.flat, self.sizes)
         self.is_known = known is not None or self.reason in (UNSEEN, dropped)
-        if self.outside and reason is None:
-            fewest = min(self.outside, key=len)
+        if self.closure_differences and reason is None:
+            fewest = min(self.closure_differences, key=len)
             self.reason = "; ".join(difference_text(name, *each) for name, each in fewest.items())
         assumptions = Assumptions(
             records_autograd=cache.records_autograd, recalled=cache.records_autograd
@@ -173,9 +173,9 @@ class CacheMiss:
                 )
                 made = self._general_if_equivalent(made, fixed)
         cache.records_autograd = assumptions.records_autograd
-        entry, reached = made
+        entry, closure_values = made
         cache.add(entry)
-        return entry, reached
+        return entry, closure_values
 
     def _sizes_not_served(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
@@ -196,12 +196,12 @@ class CacheMiss:
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
         made, assumptions = trace_until_valid(self.trace, assumptions, self.next_assumptions)
-        outside = self.outside_inputs
+        outside = self.closure_inputs
         if not outside and not self.variation.has_numbers(assumptions):
             return made, assumptions
         exact, alone = trace_until_valid(
             self.trace,
-            assumptions.moved(varying=frozenset(), dim=None, outside_numbers=False),
+            assumptions.moved(varying=frozenset(), dim=None, closure_numbers=False),
             self.next_assumptions,
         )
         if self._is_equivalent(made[0], exact[0], outside.values()):
@@ -210,12 +210,12 @@ class CacheMiss:
             self.variation.cache.constants |= outside.keys()
         return exact, alone
 
-    def _outside_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
+    def _closure_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
         """Return, for the last programs of such arguments, the other values that differ."""
         entries = [entry for entry in cache.entries if entry.tree == self.tree][:_MOST_COMPARED]
         if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
             entries = [each for each in entries if each.call_spec.bounds or each.call_spec.scalars]
-        return [x for x in (each.outside_differences(self.flat) for each in entries) if x]
+        return [x for x in (each.closure_differences(self.flat) for each in entries) if x]
 
     def _earlier_numbers(self, cache: Cache) -> NumberHistory:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
@@ -237,8 +237,8 @@ class CacheMiss:
             narrower = self.variation.without_unused(assumptions, error)
             if narrower is not None:
                 return narrower
-        if assumptions.outside_numbers and self.outside_inputs:
-            return assumptions.moved(outside_numbers=False)
+        if assumptions.closure_numbers and self.closure_inputs:
+            return assumptions.moved(closure_numbers=False)
         if assumptions.varying:
             return assumptions.moved(varying=frozenset(), dim=None)
         if assumptions.described_numbers and self._inputs(assumptions)[2]:
@@ -332,12 +332,12 @@ class CacheMiss:
             scalars, program.trace_guards,
         )  # fmt: skip
         guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
-        reads = instances.builder.read_guards
+        reads = instances.builder.closure_guards
         everything = [*guards, *reads.guards, SettingsAre(self.settings)]
         program = dataclasses.replace(
             program,
             call_spec=call_spec,
-            read_guards=reads,
+            closure_guards=reads,
             argument_paths=self.argument_paths,
             signature=self.parameters,
             guards=Guards.of(everything, self.name_of),
@@ -398,11 +398,11 @@ class CacheMiss:
         self, general: ProgramAndInputs, fixed: ProgramAndInputs
     ) -> ProgramAndInputs:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
-        (one, reached), (other, same_reached) = general, fixed
-        same_reads = list(map(id, reached)) == list(map(id, same_reached))
+        (one, closure_values), (other, same_closure_values) = general, fixed
+        same_reads = list(map(id, closure_values)) == list(map(id, same_closure_values))
         if same_reads and self._is_equivalent(one, other):
             other = dataclasses.replace(other, program=one.program)
-        return other, same_reached
+        return other, same_closure_values
 
     def _is_equivalent(
         self, general: CachedProgram, exact: CachedProgram, outside: Iterable[InputNumber] = ()
@@ -412,7 +412,7 @@ class CacheMiss:
         Args:
             general: the program.
             exact: the program for the numbers and sizes of the call.
-            outside: the numbers from outside that are inputs of the first program alone.
+            outside: the closed-over numbers that are inputs of the first program alone.
         """
         values = _ValuesByName(self.sizes)
         values.update({number.name: number.value for number in outside})
@@ -453,9 +453,9 @@ class CacheMiss:
         return self._texts(self.argument_paths[position])
 
     def _instances(self, assumptions: Assumptions) -> Instances:
-        earlier = self.earlier if assumptions.outside_numbers else {}
+        earlier = self.earlier if assumptions.closure_numbers else {}
         instances = Instances(self.name, self.closure, earlier)
-        self.outside_inputs = instances.builder.numbers.inputs  # it grows during the trace
+        self.closure_inputs = instances.builder.numbers.inputs  # it grows during the trace
         free_variables = FreeVariables(instances, assumptions.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):

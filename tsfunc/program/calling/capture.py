@@ -1,6 +1,6 @@
 """Capture: run a function once on traced tensors, and record its operators.
 
-See NOTE [backward passes in programs] in ``bridge/trace/outside_tensors.py``.
+See NOTE [backward passes in programs] in ``bridge/trace/lifted_tensors.py``.
 
 NOTE [collections while tracing]
 A trace makes hundreds of objects per operator and keeps most of them. Python's collector reacts by
@@ -29,8 +29,8 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
+from tsfunc.bridge.trace.lifted_tensors import Lifting
 from tsfunc.bridge.trace.opaque import OpaqueValue, without_opaque_values
-from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
@@ -49,10 +49,10 @@ from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
+from tsfunc.program.closure.closure_guards import NotOneOf, NumberCondition, ResultIs, SameObject
 from tsfunc.program.closure.guard_builder import InputNumber
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.instances import Instances, OutsideGradients
-from tsfunc.program.closure.read_guards import NotOneOf, ReadCondition, ResultIs, SameObject
+from tsfunc.program.closure.instances import ClosureGradients, Instances
 from tsfunc.program.closure.results import Update, names_in_source, with_placeholders
 from tsfunc.program.closure.side_effects import (
     check_bodies,
@@ -275,7 +275,7 @@ class _Trace:
             )
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
-            self.gradients = OutsideGradients(
+            self.gradients = ClosureGradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
             self.must_undo = True
@@ -329,7 +329,7 @@ class _Trace:
         return traced
 
     def _give_members(self, tracer: TraceTracer, tensor: torch.Tensor) -> None:
-        """Give a tensor from outside the members of its class, and guard them."""
+        """Give a closed-over tensor the members of its class, and guard them."""
         builder = self.instances.builder
         for name in give_members(tracer, type(tensor)):
             source = builder.source_of(tensor) or Source.of_object(tensor, "a tensor")
@@ -348,7 +348,7 @@ class _Trace:
         return value
 
     def _number_read(self, number: InputNumber) -> Any:
-        """Return the symbol of a number from outside: NOTE [numbers that vary]."""
+        """Return the symbol of a closed-over number: NOTE [numbers that vary]."""
         graph = self.level.graph
         symbol = self.symbols.add_number(number.name, number.value, number.variable)
         first = next((node for node in graph.nodes if node.op != "placeholder"), None)
@@ -400,7 +400,7 @@ class _Trace:
         twice = len(aliasing.groups) < len(inputs) and not self._alias_tensors
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
             raise Retrace(self.assumptions.moved(compares_identity=True, closure_tensors=own))
-        guards = instances.builder.read_guards
+        guards = instances.builder.closure_guards
         for spec in inputs:
             source, tensor = Source.of_argument(spec.position), own.get(id(spec.example))
             if tensor is not None:
@@ -445,8 +445,8 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
-        self._guard_numbers([each for each in conditions if each.of_read])
-        conditions = [each for each in conditions if not each.of_read]
+        self._guard_numbers([each for each in conditions if each.of_closure])
+        conditions = [each for each in conditions if not each.of_closure]
         if level.tensor_guards.of_backward:
             self._guard_anomaly_mode()
         numbers = self.instances.builder.numbers
@@ -461,18 +461,18 @@ class _Trace:
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""
         for setting in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
-            self.instances.builder.read_guards.add(ResultIs(setting, (), setting()))
+            self.instances.builder.closure_guards.add(ResultIs(setting, (), setting()))
 
     def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
-        """Guard the conditions on numbers from outside."""
+        """Guard the conditions on closed-over numbers."""
         for condition in conditions:
             if condition.dims:
                 raise DataDependentError(
                     f"{self.request.label}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            self.instances.builder.read_guards.add(
-                ReadCondition(condition.code, condition.text, condition.number is not None)
+            self.instances.builder.closure_guards.add(
+                NumberCondition(condition.code, condition.text, condition.number is not None)
             )
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
@@ -491,10 +491,12 @@ class _Trace:
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.
         builder = self.instances.builder
-        reached = {id(x): len(request.flat) + i for i, x in enumerate(builder.read_guards.values)}
+        closure_positions = {
+            id(x): len(request.flat) + i for i, x in enumerate(builder.closure_guards.values)
+        }
         frozen = builder.closure == "freeze"
         if frozen:
-            check_frozen(request.name, level, reached)
+            check_frozen(request.name, level, closure_positions)
         positions = [spec.position for spec in request.inputs]
         positions += [spec.position for spec in request.scalars]
         positions += [len(request.flat) + index for index in self._numbers]
@@ -502,7 +504,7 @@ class _Trace:
         frozen_values = {
             target: tensor.detach().clone()
             for target, tensor in outside.items()
-            if frozen and id(tensor) not in reached
+            if frozen and id(tensor) not in closure_positions
         }
         folded = simplify(request.name, graph, outside, frozen_values)
         read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
@@ -510,14 +512,14 @@ class _Trace:
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = dict(constants)
-        named: dict[str, torch.Tensor] = {}  # the tensors from outside that are inputs
+        named: dict[str, torch.Tensor] = {}  # the closed-over tensors that are inputs
         for tensor, tracer in level.lifted.values():
             if tracer.node not in used:
                 continue
-            if id(tensor) in reached:
+            if id(tensor) in closure_positions:
                 named[str(tracer.node.target)] = tensor
                 _make_input(graph, tracer.node)
-                positions.append(reached[id(tensor)])
+                positions.append(closure_positions[id(tensor)])
             else:
                 target = str(tracer.node.target)
                 lifted[target] = frozen_values.get(target, tensor)

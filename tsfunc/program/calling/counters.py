@@ -24,15 +24,15 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import outside_all_modes
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import state
+from tsfunc.program.closure.closure_guards import ResultIs
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.read_guards import ResultIs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
 
 
 def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node) -> Any:
-    """Return a value that depends on tensors of one number from outside only, and guard it.
+    """Return a value that depends on tensors of one closed-over number only, and guard it.
 
     Args:
         level: the trace.
@@ -58,7 +58,7 @@ def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node)
 
 
 def _counters(level: TraceLevel) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
-    """Yield the tensors of one number from outside that the trace has read, by their nodes."""
+    """Yield the tensors of one closed-over number that the trace has read, by their nodes."""
     for tensor, tracer in level.lifted.values():
         is_counter = tensor.numel() == 1 and tensor.device.type == "cpu"
         if is_counter and not tensor.requires_grad and type(tensor) is torch.Tensor:
@@ -71,7 +71,7 @@ class NodeFunction:
     Args:
         node: the node.
         nodes: the nodes that lead to it, in order.
-        roots: those among them that are tensors from outside.
+        roots: those among them that are closed-over tensors.
     """
 
     def __init__(

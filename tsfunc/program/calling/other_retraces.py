@@ -14,7 +14,7 @@ import torch
 
 from tsfunc.program.calling.cache import Cache, Target
 from tsfunc.program.calling.retrace_reasons import fact_text, primary_differences
-from tsfunc.program.closure.read_guards import OfBranch
+from tsfunc.program.closure.closure_guards import OfBranch
 from tsfunc.program.guarding.call_spec import ABSENT, FORM_PREFIXES, STRUCTURE_PREFIX
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.types.values import same_value
@@ -30,7 +30,7 @@ class CacheMissFacts(Protocol):
     flat: list[Any]
     argument_paths: dict[int, tuple[Any, ...]]
     target: Target
-    outside: Sequence[Mapping[str, tuple[Any, Any]]]
+    closure_differences: Sequence[Mapping[str, tuple[Any, Any]]]
 
     def name_of(self, position: int) -> str: ...
 
@@ -52,7 +52,7 @@ def warning_about_others(
         if name not in sized and not name.startswith(FORM_PREFIXES)
     }
     remedies = {name: _remedy(call, name) for name in found}
-    for name, (now, values) in _seen_outside(call.outside).items():
+    for name, (now, values) in _seen_in_closure(call.closure_differences).items():
         found[name] = now, values
         remedies[name] = _outside_remedy(name, now, call.target.backend is not None)
     for name, (now, earlier) in found.items():
@@ -80,10 +80,10 @@ def _seen(facts: Facts, history: Iterable[Facts]) -> dict[str, list[Any]]:
     return {name: values for name, values in seen.items() if len(values) >= AFTER}
 
 
-def _seen_outside(
+def _seen_in_closure(
     differences: Iterable[Mapping[str, tuple[Any, Any]]],
 ) -> dict[str, tuple[Any, list[Any]]]:
-    """Return the values from outside that alone distinguish a call from enough programs.
+    """Return the closed-over values that alone distinguish a call from enough programs.
 
     Numbers that always vary together count as one, and the first of them is returned.
 
@@ -154,7 +154,7 @@ def _remedy(call: CacheMissFacts, name: str) -> str:
 
 
 def _outside_remedy(name: str, value: Any, compiled: bool) -> str:
-    """Return how calls that differ in a value from outside get fewer programs.
+    """Return how calls that differ in a closed-over value get fewer programs.
 
     Args:
         name: the user's spelling of the value.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.program.closure.read_guards import OfBranch
+from tsfunc.program.closure.closure_guards import OfBranch
 from tsfunc.program.guarding.call_spec import (
     ABSENT,
     ANY,

@@ -2,9 +2,8 @@
 
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
-reads, each at its source. The single traced run is watched (``instances.py``), and
-each attribute of a known object that is read becomes a guard (``read_guards.py``) that later calls
-check:
+reads, each at its source. The single traced run is watched (``instances.py``), and each attribute
+of a known object that is read becomes a guard (``closure_guards.py``) that later calls check:
 
 - a tensor of an argument is an input of the program, read at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
@@ -62,18 +61,18 @@ import torch
 
 from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.read_guards import (
+from tsfunc.program.closure.closure_guards import (
+    ClosureGuards,
     EqualValue,
     KeysAre,
     LengthIs,
-    ReadGuards,
-    ReadNumber,
+    NumberInput,
     SameObject,
     SameObjectAs,
     TypeOf,
 )
-from tsfunc.program.closure.results import OutsideRef
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.results import InputRef
 from tsfunc.types.values import same_value
 from tsfunc.user_code import user_location
 
@@ -141,11 +140,11 @@ class InputNumbers:
         inputs = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
         return any(inputs)
 
-    def add(self, value: Any, source: Source, guards: ReadGuards) -> None:
+    def add(self, value: Any, source: Source, guards: ClosureGuards) -> None:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(ReadNumber(source, variable, type(value), value, can_be_symbol))
+            guards.add(NumberInput(source, variable, type(value), value, can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.add_input(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)
@@ -263,7 +262,7 @@ class GuardBuilder:
         earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
-        read_guards: the guards of later calls.
+        closure_guards: the guards of later calls.
         numbers: the numbers in containers and objects: NOTE [numbers that vary].
         inputs: the tensors that are read at every call.
         containers: the containers whose elements the function may change.
@@ -282,9 +281,9 @@ class GuardBuilder:
     ) -> None:
         self.name, self.closure = name, closure
         self.numbers = InputNumbers(earlier)
-        self.read_guards = ReadGuards()
+        self.closure_guards = ClosureGuards()
         self._closure_guards = (
-            ReadGuards() if closure == "freeze" else self.read_guards
+            ClosureGuards() if closure == "freeze" else self.closure_guards
         )  # not checked
         self.inputs: list[tuple[torch.Tensor, Source]] = []
         self.containers: list[ContainerSnapshot] = []
@@ -294,9 +293,9 @@ class GuardBuilder:
         self._known: dict[int, tuple[Any, Source]] = {}
         self.arguments: Sequence[Any] = ()
 
-    def guards_of(self, in_closure: bool) -> ReadGuards:
+    def guards_of(self, in_closure: bool) -> ClosureGuards:
         """Return the guards for values of the function itself (`in_closure`), or of an argument."""
-        return self._closure_guards if in_closure else self.read_guards
+        return self._closure_guards if in_closure else self.closure_guards
 
     def source_of(self, value: Any) -> Source | None:
         """Return the source of an object that the trace has met, or None."""
@@ -314,25 +313,25 @@ class GuardBuilder:
     def placeholder_of(self, value: Any) -> Any:
         """Return the stand-in for an object from outside in a value of the program.
 
-        The result is an ``OutsideRef`` for an argument or a guarded object, and None for an object
+        The result is an ``InputRef`` for an argument or a guarded object, and None for an object
         that is not from outside. A frozen object (``closure="freeze"``) is returned unchanged.
         """
         for i, given in enumerate(self.arguments):
             if given is value:
-                return OutsideRef(i)
+                return InputRef(i)
         source = self.source_of(value)
         if source is None:
             return None
         guards = self.guards_of(source.in_closure)
-        if guards is not self.read_guards:
+        if guards is not self.closure_guards:
             return value
-        return OutsideRef(len(self.arguments) + guards.add_input(source, value))
+        return InputRef(len(self.arguments) + guards.add_input(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its source."""
         known = self._known.get(id(value))
         guards = self.guards_of(source.in_closure)
-        if guards is self.read_guards:
+        if guards is self.closure_guards:
             self.read.setdefault(source.text, value)
         if known is not None:
             if guards is not self.guards_of(known[1].in_closure):
@@ -360,7 +359,7 @@ class GuardBuilder:
             self.inputs.append((value, known[1]))
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
-        """Return the ``.grad`` of a tensor from outside, and guard it; a tensor is an input."""
+        """Return the ``.grad`` of a closed-over tensor, and guard it; a tensor is an input."""
         grad = value.grad
         self.guard(grad, source.attribute("grad", f"{source.text}.grad"))
         if grad is not None:
@@ -387,7 +386,7 @@ class GuardBuilder:
             if vars(value):
                 self.guard(dict(vars(value)), source.at("vars({})"))
         else:
-            self.read_guards.guard_input(source, value)
+            self.closure_guards.guard_input(source, value)
             self.inputs.append((value, source))
 
     def _object(self, value: Any, source: Source) -> None:

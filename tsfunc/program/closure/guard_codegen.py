@@ -230,7 +230,7 @@ def _built(value: Any, scope: dict[str, Any]) -> str | None:
 # --- guards of a program as straight-line Python that every call runs
 
 
-ClosureGuard = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
+GuardFunction = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
 
 # The exceptions of an expression for a value that does not exist any more.
 _GONE = "(AttributeError, LookupError, TypeError, ValueError)"

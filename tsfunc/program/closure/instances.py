@@ -22,22 +22,22 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 import torch.fx
 
-from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
+from tsfunc.bridge.trace.lifted_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.bridge.tracers.torch_settings import hooks_of_all_modules
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.closure.closure_guards import (
+    Distinct,
+    ResultIs,
+)
 from tsfunc.program.closure.guard_builder import (
     Closure,
     GuardBuilder,
     NumberHistory,
 )
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.read_guards import (
-    Distinct,
-    ResultIs,
-)
 from tsfunc.program.closure.results import (
     Updates,
 )
@@ -368,8 +368,8 @@ def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
 # --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
 
 
-class OutsideGradients:
-    """The ``.grad`` of tensors from outside, for one trace.
+class ClosureGradients:
+    """The ``.grad`` of closed-over tensors, for one trace.
 
     Args:
         level: the trace.

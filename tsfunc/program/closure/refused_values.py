@@ -6,21 +6,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tsfunc.program.closure.guard_codegen import Guard
-from tsfunc.program.closure.read_guards import (
+from tsfunc.program.closure.closure_guards import (
+    ClosureGuards,
+    NumberCondition,
+    NumberInput,
     OfBranch,
-    ReadCondition,
-    ReadGuard,
-    ReadGuards,
-    ReadNumber,
+    SourceGuard,
 )
+from tsfunc.program.closure.guard_codegen import Guard
 from tsfunc.types.values import same_value
 
 _SHOWN = 8  # the number of refusing guards that are named
 
 
 def differences(
-    reads: ReadGuards, now: tuple[Any, ...], flat: Sequence[Any]
+    reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]
 ) -> dict[str, tuple[Any, Any]] | None:
     """Return the values that a call reads and the guards refuse.
 
@@ -36,13 +36,13 @@ def differences(
     found: dict[str, tuple[Any, Any]] = {}
     paths: list[tuple[Any, ...]] = []
     for guard in itertools.islice(_refusing(reads, now, flat), _SHOWN):
-        if isinstance(guard, ReadCondition):
+        if isinstance(guard, NumberCondition):
             found |= _numbers_of(reads, guard, now, flat)
-        fact = guard.fact if isinstance(guard, ReadGuard) else None
-        if fact is None or not isinstance(guard, ReadGuard) or not guard.source.text:
+        fact = guard.fact if isinstance(guard, SourceGuard) else None
+        if fact is None or not isinstance(guard, SourceGuard) or not guard.source.text:
             continue
         path = guard.source.path
-        value = ReadGuards([], [(guard.source, None)]).function(now)(flat)
+        value = ClosureGuards([], [(guard.source, None)]).function(now)(flat)
         if value is None or any(path[: len(each)] == each for each in paths):
             continue  # it is in a container that is refused
         paths.append(path)
@@ -51,24 +51,24 @@ def differences(
 
 
 def _numbers_of(
-    reads: ReadGuards, condition: ReadCondition, now: tuple[Any, ...], flat: Sequence[Any]
+    reads: ClosureGuards, condition: NumberCondition, now: tuple[Any, ...], flat: Sequence[Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the numbers of a condition, with their values in a call and in the trace."""
     found = {}
     for number in reads.guards:
-        if isinstance(number, ReadNumber) and number.is_in(condition.code):
-            value = ReadGuards([], [(number.source, None)]).function(now)(flat)
+        if isinstance(number, NumberInput) and number.is_in(condition.code):
+            value = ClosureGuards([], [(number.source, None)]).function(now)(flat)
             if value is not None and not same_value(number.value, value[0]):
                 before = number.value if condition.fixes else OfBranch(repr(number.value))
                 found[number.source.text] = value[0], before
     return found
 
 
-def _refusing(reads: ReadGuards, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
+def _refusing(reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
     """Yield the guards that refuse a call; of many guards they are found by halves."""
 
     def hold(guards: Sequence[Guard]) -> bool:
-        return ReadGuards([*guards]).function(now)(flat) is not None
+        return ClosureGuards([*guards]).function(now)(flat) is not None
 
     def search(guards: Sequence[Guard]) -> Iterator[Guard]:
         if hold([*numbers, *guards]):
@@ -80,9 +80,9 @@ def _refusing(reads: ReadGuards, now: tuple[Any, ...], flat: Sequence[Any]) -> I
         yield from search(guards[:half])
         yield from search(guards[half:])
 
-    numbers = [guard for guard in reads.guards if isinstance(guard, ReadNumber)]
+    numbers = [guard for guard in reads.guards if isinstance(guard, NumberInput)]
     refusing = [guard for guard in numbers if not hold([guard])]
     if refusing:  # the conditions on these numbers can't be evaluated
         yield from refusing
     else:
-        yield from search([x for x in reads.guards if not isinstance(x, ReadNumber)])
+        yield from search([x for x in reads.guards if not isinstance(x, NumberInput)])

@@ -17,8 +17,8 @@ NOTE [objects among results]
 Containers are flattened into leaves. Tensors and symbolic numbers among the leaves are values of
 the program. There are three kinds of other leaves:
 
-- an object from outside, which is an argument or was reached from one, is replaced by an
-  ``OutsideRef``: its index in the list of values that the program is called with. Each call returns
+- an object from outside, which is an argument or is read from one, is replaced by an
+  ``InputRef``: its index in the list of values that the program is called with. Each call returns
   its own object. A list or dict from outside is such a leaf as well: the list itself is returned,
   and its elements may change;
 - an object that the function has made from traced values is made at every call: an instance
@@ -67,7 +67,7 @@ class ResultSlot:
 
 
 @dataclass(frozen=True)
-class OutsideRef:
+class InputRef:
     """Stand-in for an object from outside in a value that a program returns or assigns.
 
     Each call replaces it with its own object.
@@ -354,7 +354,7 @@ class _Results:
 
     def _is_from_outside(self, value: Any) -> bool:
         """True if a list or dict from outside is a result itself."""
-        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), OutsideRef)
+        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), InputRef)
 
     def _leaf(self, value: Any) -> Any:
         outside = self.known(value)
@@ -515,7 +515,7 @@ def state_of(
 
     Args:
         func: the traced function or module.
-        lifted: the tensors from outside that the program reads, keyed by their names in it.
+        lifted: the closed-over tensors that the program reads, keyed by their names in it.
         updates: its assignments.
         first: the number of flattened arguments.
         values: the values that the program is called with after the arguments.

@@ -498,7 +498,7 @@ def check_containers(
             )
 
 
-def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
+def check_frozen(name: str, level: TraceLevel, closure_positions: Mapping[int, int]) -> None:
     """Refuse a program that writes into tensors that it holds as constants.
 
     Raises:
@@ -507,7 +507,7 @@ def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> No
     memory = {
         storage_address(tracer.value)
         for tensor, tracer in level.lifted.values()
-        if id(tensor) not in reached
+        if id(tensor) not in closure_positions
     }
     for node in level.graph.nodes:
         for target in written(node) if writes(node) else ():

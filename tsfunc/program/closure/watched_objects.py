@@ -15,17 +15,17 @@ from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
-from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.member_guards import MemberIs
-from tsfunc.program.closure.read_guards import (
+from tsfunc.program.closure.closure_guards import (
     IN_DICT,
+    ClosureGuards,
     KeysAre,
     Missing,
-    ReadGuards,
     SameContents,
     SameObject,
 )
+from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.member_guards import MemberIs
 from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
 from tsfunc.types import check
@@ -107,7 +107,7 @@ class WatchedObject:
                 self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
 
     @property
-    def _guards(self) -> ReadGuards:
+    def _guards(self) -> ClosureGuards:
         return self._builder.guards_of(self.source.in_closure)
 
     def changes(self) -> Iterator[SideEffect]:

@@ -39,7 +39,7 @@ class CalleeGraph:
         name: its name.
         graph: its operators.
         inputs: for each input of the graph, the index of a value that the part is called with.
-        lifted: the tensors from outside that it reads.
+        lifted: the closed-over tensors that it reads.
         dims: the named dims of its inputs in its trace.
         run: the graph as a Python function; None until `make` is called.
     """

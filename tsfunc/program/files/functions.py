@@ -409,8 +409,8 @@ def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str
 def _reads(program: ProgramData) -> int:
     """Return the number of a program's inputs that it reads from its state."""
     return (
-        len(program.read_guards.values) - bool(program.updates)
-        if program.read_guards is not None
+        len(program.closure_guards.values) - bool(program.updates)
+        if program.closure_guards is not None
         else 0
     )
 

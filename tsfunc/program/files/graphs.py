@@ -191,8 +191,8 @@ _OPTIONAL = ("type", "number", "line", "display", *_FLAGS)
 
 
 @dataclass(frozen=True)
-class OutsideValues:
-    """The values that a graph has from outside, by their names in the file.
+class ClosureValues:
+    """The closed-over values of a graph, by their names in the file.
 
     Attributes:
         tensor: returns the name of the tensor of a ``get_attr`` node.
@@ -204,9 +204,9 @@ class OutsideValues:
     generator: Callable[[torch.Generator], str]
     container: Callable[[Any], Any] | None = None
 
-    def of_body(self) -> OutsideValues:
+    def of_body(self) -> ClosureValues:
         """Return the same for a control-flow body, which takes its tensors as arguments."""
-        return OutsideValues(_refuse_tensor, self.generator)
+        return ClosureValues(_refuse_tensor, self.generator)
 
     def encode(self, value: Any) -> Any:
         """Return an argument of a node as JSON."""
@@ -220,7 +220,7 @@ class OutsideValues:
 
 def encode_graph(
     graph: torch.fx.Graph,
-    outside: OutsideValues,
+    closure: ClosureValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
@@ -229,7 +229,7 @@ def encode_graph(
 
     Args:
         graph: the graph.
-        outside: the values that it has from outside.
+        closure: the closed-over values.
         names: the names of the symbols of sizes; None: the types of values are left out.
         callees: the functions that the program calls.
         state: ``get_attr`` nodes that are inputs in the file, after the other inputs.
@@ -245,12 +245,12 @@ def encode_graph(
     outputs: Any = []
     for node in graph.nodes:
         if node.op == "output":
-            outputs = [encode(value, str, outside.container) for value in node.args[0]]
+            outputs = [encode(value, str, closure.container) for value in node.args[0]]
             continue
         if node.op == "placeholder" or node in state:
             continue
         try:
-            nodes.append({**_encode_node(node, outside, names, callees), **_facts(node, names)})
+            nodes.append({**_encode_node(node, closure, names, callees), **_facts(node, names)})
         except NoFileForm as error:
             raise error.within(_where(node)) from None
     return {"nodes": nodes, "outputs": outputs}
@@ -300,13 +300,13 @@ def _kind_of_input(node: torch.fx.Node) -> str:
 
 def _encode_node(
     node: torch.fx.Node,
-    outside: OutsideValues,
+    closure: ClosureValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
 ) -> dict[str, Any]:
     target: Any = node.target
     if node.op == "get_attr":
-        return {"name": node.name, "lifted": outside.tensor(str(target))}
+        return {"name": node.name, "lifted": closure.tensor(str(target))}
     if target is operator.getitem:
         of, index = node.args
         assert isinstance(of, torch.fx.Node)
@@ -316,7 +316,7 @@ def _encode_node(
     if "effect" in node.meta:
         raise NoFileForm("a call of tsfunc.debug or tsfunc.check, which is a Python function")
     if isinstance(target, ControlFlow):
-        inner = outside.of_body()
+        inner = closure.of_body()
         parts = EncodeGraph(lambda graph: encode_graph(graph, inner, names, callees), callees)
         called = {"control": encode_control(target, parts)}
     elif isinstance(op, TorchOperator):
@@ -332,8 +332,8 @@ def _encode_node(
     return {
         "name": node.name,
         **called,
-        "args": [outside.encode(arg) for arg in node.args],
-        "kwargs": {name: outside.encode(arg) for name, arg in node.kwargs.items()},
+        "args": [closure.encode(arg) for arg in node.args],
+        "kwargs": {name: closure.encode(arg) for name, arg in node.kwargs.items()},
     }
 
 

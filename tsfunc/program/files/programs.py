@@ -19,10 +19,10 @@ import torch.fx
 from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings
-from tsfunc.program.closure.results import OutsideRef as FromOutside
+from tsfunc.program.closure.results import InputRef
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
-from tsfunc.program.files.graphs import GraphReader, OutsideValues, encode_graph
+from tsfunc.program.files.graphs import ClosureValues, GraphReader, encode_graph
 from tsfunc.program.files.operators import NodeTypes
 from tsfunc.program.files.state import FileContext, ProgramState, StateWriter
 from tsfunc.program.files.tensors import TensorWriter
@@ -224,13 +224,13 @@ def encode_program(
     )
 
     def container(value: Any) -> Any:
-        at = value.index - len(call_spec.leaves) if isinstance(value, FromOutside) else -1
-        reads = program.read_guards
+        at = value.index - len(call_spec.leaves) if isinstance(value, InputRef) else -1
+        reads = program.closure_guards
         return encode(reads.values[at]) if at >= 0 and reads is not None else None
 
-    outside = OutsideValues(lifted, tensors.generator, container)
+    closure = ClosureValues(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
-    graph = encode_graph(program.graph, outside, named, callees, in_cells)
+    graph = encode_graph(program.graph, closure, named, callees, in_cells)
     if callees.entries:
         _require_settings(call_spec)
     return {
@@ -274,7 +274,7 @@ def _encode_part(
     return {
         "name": printable(part.name),
         "inputs": list(part.inputs),
-        "graph": encode_graph(part.graph, OutsideValues(lifted, tensors.generator), None, callees),
+        "graph": encode_graph(part.graph, ClosureValues(lifted, tensors.generator), None, callees),
     }
 
 
@@ -361,7 +361,7 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
         constants.fail("there are others than tensors of the program")
     return ProgramData(
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
-        read_guards=state.read_guards,
+        closure_guards=state.closure_guards,
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.torch_settings import settings
+from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
@@ -35,24 +35,24 @@ Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20
 
 
-def reached(program: ProgramData) -> tuple[Any, ...] | None:
+def closure_values(program: ProgramData) -> tuple[Any, ...] | None:
     """Return the current values that a program reads and assigns to beyond its arguments.
 
     Returns:
         The values; None if a guard on one of them fails.
     """
-    if program.read_guards is None or program.call_spec is None:
+    if program.closure_guards is None or program.call_spec is None:
         return ()
-    return program.read_guards.function(settings())(program.call_spec.leaves)
+    return program.closure_guards.function(settings())(program.call_spec.leaves)
 
 
 def is_current(program: ProgramData) -> bool:
-    """True if the guards on the values that a program read from outside still hold."""
+    """True if the guards on the closed-over values of a program still hold."""
     call_spec = program.call_spec
     of_objects = call_spec is not None and any(
         isinstance(leaf, WatchedPlaceholder) for leaf in call_spec.leaves
     )
-    return of_objects or reached(program) is not None
+    return of_objects or closure_values(program) is not None
 
 
 class StateWriter:
@@ -73,7 +73,7 @@ class StateWriter:
         return len(self._values)
 
     def _collect(self, program: ProgramData) -> None:
-        objects = reached(program)
+        objects = closure_values(program)
         for update in program.updates:
             if objects is None:
                 raise NoFileForm(f"{update.text}, which is not as it was when the program was made")
@@ -122,7 +122,7 @@ class StateWriter:
         """
         count = _count(program)
         read = [at - count for at in program.inputs if at >= count]
-        objects = (reached(program) or ()) if read or program.updates else ()
+        objects = (closure_values(program) or ()) if read or program.updates else ()
         tensors = [*(objects[at] for at in read), *(program.tensor(node) for node in lifted)]
         reads = []
         for tensor in tensors:
@@ -204,7 +204,7 @@ class ProgramState:
         results: the number of results of the graph beyond those of the function.
 
     Attributes:
-        read_guards: the guards on the cells; their results are the values that the program reads.
+        closure_guards: the guards on the cells; they return the values that the program reads.
         inputs: the indices of these values in the list that the program is called with.
         updates: the assignments of the program.
         arguments: the number of flattened arguments; None if any number is possible.
@@ -213,7 +213,7 @@ class ProgramState:
     def __init__(
         self, field: Field | None, state: CellState, results: int, values: ValueReader
     ) -> None:
-        self.read_guards = ReadGuards()
+        self.closure_guards = ClosureGuards()
         self.inputs: list[int] = []
         self.updates: tuple[Update, ...] = ()
         self.arguments: int | None = None
@@ -244,7 +244,7 @@ class ProgramState:
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
         if assigned:
-            self.read_guards.add_input(cells, state.values)
+            self.closure_guards.add_input(cells, state.values)
         self.updates = tuple(assigned)
 
     def _read(self, field: Field, state: CellState, cells: Source) -> None:
@@ -260,7 +260,7 @@ class ProgramState:
             source = source.item(key, f"{source.text}[{key!r}]")
         if not isinstance(value, torch.Tensor):
             field.fail("not the path of a tensor")
-        self.read_guards.guard_input(source, value)
+        self.closure_guards.guard_input(source, value)
 
 
 # --- the context in which the entries of a file are read

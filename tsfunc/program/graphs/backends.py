@@ -52,7 +52,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
-from tsfunc.program.closure.results import OutsideRef
+from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
@@ -170,7 +170,7 @@ class Compiled:
     def _refuse_derivative(self, how: str) -> Sequence[Any]:
         raise RuntimeError(
             f"{self._program.name}: expected a program that draws no random numbers and writes "
-            f"into no tensor from outside, since backend {self._name!r} has compiled it and its "
+            f"into no closed-over tensor, since backend {self._name!r} has compiled it and its "
             f"derivative is {how}. Leave the backend out, and the program runs as Python."
         )
 
@@ -193,7 +193,7 @@ class Compiled:
             tensors[out.at]
             if type(out) is _ResultIndex
             else values[out.index]
-            if type(out) is OutsideRef
+            if type(out) is InputRef
             else out
             for out in self._outputs
         )
@@ -374,7 +374,7 @@ def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.T
 
 
 def _writes_outside(graph: torch.fx.Graph) -> bool:
-    """True if the program writes into its inputs or into tensors from outside."""
+    """True if the program writes into its inputs or into closed-over tensors."""
     aliases = Aliases(graph)
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     return any(writes(node) for node in graph.nodes) and any(map(aliases.is_written, inputs))

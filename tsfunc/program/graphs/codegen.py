@@ -29,7 +29,7 @@ from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import METHODS, TorchOperator, fast_function, runs_in_cpp
 from tsfunc.bridge.writing.module_state import note_assignment
-from tsfunc.program.closure.results import OutsideRef, Update, fill
+from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
 from tsfunc.user_code import LOCATIONS, Location
@@ -68,7 +68,7 @@ def _spell(value: Any, names: SourceNames) -> str:
         return str(value.target) if value.op == "get_attr" else value.name
     if type(value) in _LITERALS:
         return repr(value)
-    if isinstance(value, OutsideRef):
+    if isinstance(value, InputRef):
         return f"args[{value.index}]"
     if isinstance(value, deque):
         return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"

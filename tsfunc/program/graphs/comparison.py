@@ -25,8 +25,8 @@ import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
-from tsfunc.program.closure.read_guards import ReadNumber
-from tsfunc.program.closure.results import OutsideRef, fill
+from tsfunc.program.closure.closure_guards import NumberInput
+from tsfunc.program.closure.results import InputRef, fill
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.passes.simplify import is_computable
 from tsfunc.types.values import same_value
@@ -50,15 +50,15 @@ def _tensors(program: ProgramData) -> Sequence[Any]:
     """Return the places of the inputs without those that are numbers."""
     scalars = () if program.call_spec is None else program.call_spec.scalars
     numbers = {spec.position for spec in scalars}
-    guards = () if program.read_guards is None else program.read_guards.guards
-    read = {guard.source.path for guard in guards if isinstance(guard, ReadNumber)}
+    guards = () if program.closure_guards is None else program.closure_guards.guards
+    read = {guard.source.path for guard in guards if isinstance(guard, NumberInput)}
     places = [_place(program, each) for each in program.inputs if each not in numbers]
     return [place for place in places if place not in read]
 
 
 def _place(program: ProgramData, position: int) -> Any:
     """Return the place of a value that a program is called with: an argument, or a path."""
-    reads = () if program.read_guards is None else program.read_guards.inputs
+    reads = () if program.closure_guards is None else program.closure_guards.inputs
     first = len(program.argument_paths)
     return position if position < first else reads[position - first][0].path
 
@@ -104,7 +104,7 @@ class _Matching:
             and len(mine) == len(others)
             and all(
                 (x.text, x.target, x.fills, x.deletes) == (y.text, y.target, y.fills, y.deletes)
-                and self._same(OutsideRef(x.owner), OutsideRef(y.owner))
+                and self._same(InputRef(x.owner), InputRef(y.owner))
                 and self._same(fill(x.value, a[count:]), fill(y.value, b[count:]))
                 for x, y in zip(mine, others, strict=True)
             )
@@ -117,7 +117,7 @@ class _Matching:
             return len(a) == len(b) and all(map(self._same, a, b))
         if isinstance(a, dict) and isinstance(b, dict):
             return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
-        if isinstance(a, OutsideRef) and isinstance(b, OutsideRef):
+        if isinstance(a, InputRef) and isinstance(b, InputRef):
             return bool(_place(self.symbolic, a.index) == _place(self.fixed, b.index))
         return same_value(a, b)
 

@@ -12,8 +12,8 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import Guards
-from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
 from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
@@ -46,7 +46,7 @@ class ProgramData:
     looks_at_grad: bool = True
     attributes: tuple[str, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
-    read_guards: ReadGuards | None = None
+    closure_guards: ClosureGuards | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
     numbers: Mapping[str, int | float | type] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class ProgramData:
         return optree.tree_unflatten(self.out_tree, self.run(flat))
 
     def tensor(self, node: torch.fx.Node) -> torch.Tensor:
-        """Return the tensor from outside that a ``get_attr`` node reads."""
+        """Return the closed-over tensor that a ``get_attr`` node reads."""
         return self.lifted[str(node.target)]
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ The first part does not have
   sizes in data, and control flow;
 - operators whose results the caller gets, or that the program writes to: such a result would differ
   in a later call;
-- operators after a write into memory from outside: all values from outside may share one memory.
+- operators after a write into memory from outside: all closed-over values may share one memory.
 
 A program runs as a whole, and stores nothing, if
 

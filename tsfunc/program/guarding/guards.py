@@ -6,7 +6,7 @@ key under which a program is found for other sizes (``key``), and its JSON in fi
 ``from_json``). A new kind of guard is a class in this file, and a place in ``ARGUMENT_KINDS``;
 ``guards_on_arguments`` makes it. Guards on other facts about the arguments are in
 ``trace_guards.py``, and those on values that the function reads besides its arguments in
-``closure/read_guards.py``; the base class of all is in ``closure/guard_codegen.py``.
+``closure/closure_guards.py``; the base class of all is in ``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.

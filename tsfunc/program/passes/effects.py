@@ -100,7 +100,7 @@ Sharing = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 class Aliases:
     """The memory of a graph's values, as sets of values that may share it.
 
-    All values from outside (inputs, lifted tensors) may share one memory. A pass that replaces a
+    All closed-over values (inputs, lifted tensors) may share one memory. A pass that replaces a
     value records it (``replace``), so that the next pass can use the same sets.
 
     Args:
@@ -146,7 +146,7 @@ class Aliases:
         return self.memory(node) in self._written
 
     def is_from_outside(self, node: torch.fx.Node) -> bool:
-        """True if the value may share memory with a value from outside."""
+        """True if the value may share memory with a closed-over value."""
         return self.memory(node) is self.memory(_OUTSIDE)
 
     def escapes(self, node: torch.fx.Node) -> bool:

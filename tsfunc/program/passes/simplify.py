@@ -506,7 +506,7 @@ def simplify(
     Args:
         name: the name of the program, for errors.
         graph: a traced graph.
-        lifted: the names of its tensors from outside.
+        lifted: the names of its closed-over tensors.
         frozen: the tensors among them that never change.
 
     Returns:

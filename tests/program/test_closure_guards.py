@@ -16,29 +16,29 @@ from hypothesis import strategies as st
 
 from tsfunc import specialize
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
-from tsfunc.program.closure import read_guards
-from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
-from tsfunc.program.closure.member_guards import MemberIs, NoMember
-from tsfunc.program.closure.read_guards import (
+from tsfunc.program.closure import closure_guards
+from tsfunc.program.closure.closure_guards import (
     IN_DICT,
-    ClosureTensor,
+    ClosureGuards,
     Distinct,
     EqualValue,
     KeysAre,
     LengthIs,
     Missing,
     NotOneOf,
-    ReadCondition,
-    ReadGuard,
-    ReadGuards,
-    ReadNumber,
-    ReadTensor,
+    NumberCondition,
+    NumberInput,
     ResultIs,
     SameContents,
     SameObject,
     SameObjectAs,
+    SourceGuard,
+    TensorConstant,
+    TensorInput,
     TypeOf,
 )
+from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
+from tsfunc.program.closure.member_guards import MemberIs, NoMember
 
 
 class Holder:
@@ -75,12 +75,12 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((NotOneOf(FIRST, (HOLDER,)),), [[OTHER]], [[HOLDER]]),
     ((Missing(FIRST, "other"),), [[HOLDER]], [[type("T", (), {"other": 1})()]]),
     ((Missing(FIRST, "a", IN_DICT),), [[{"b": 1}]], [[{"a": 1}]]),
-    ((ClosureTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
-    ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
+    ((TensorConstant(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
+    ((TensorInput(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
         (
-            ReadNumber(FIRST, "number_0", int, 3, lambda k: k < 9),
-            ReadCondition("number_0 > 2", "k > 2"),
+            NumberInput(FIRST, "number_0", int, 3, lambda k: k < 9),
+            NumberCondition("number_0 > 2", "k > 2"),
         ),
         [[3], [8]], [[2], [9], [3.0]],
     ),
@@ -96,7 +96,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_guard_accepts_the_values_that_were_read(number: int) -> None:
     guards, accepted, refused = CASES[number]
-    answers = ReadGuards(list(guards)).function(now())
+    answers = ClosureGuards(list(guards)).function(now())
     for args in accepted:
         assert answers(args) == (), args
     for args in refused:
@@ -105,15 +105,15 @@ def test_a_guard_accepts_the_values_that_were_read(number: int) -> None:
 
 def test_every_kind_has_a_case() -> None:
     kinds = {
-        each for each in vars(read_guards).values()
+        each for each in vars(closure_guards).values()
         if isinstance(each, type) and issubclass(each, Guard)
     }  # fmt: skip
-    assert kinds - {Guard, ReadGuard} == {type(guard) for guards, *_ in CASES for guard in guards}
+    assert kinds - {Guard, SourceGuard} == {type(guard) for guards, *_ in CASES for guard in guards}
 
 
 def test_values_that_are_gone() -> None:
     source = FIRST.attribute("a", "x.a").item("b", "x.a['b']")
-    answers = ReadGuards([EqualValue(source, 1)]).function(now())
+    answers = ClosureGuards([EqualValue(source, 1)]).function(now())
     assert answers([Holder()]) is None and answers([None]) is None
 
 
@@ -173,7 +173,7 @@ def changed(draw: Any, value: Any) -> Any:
 @given(st.data())
 def test_guards_together_accept_equal_values_and_no_others(data: st.DataObject) -> None:
     before = data.draw(NESTED)
-    answers = ReadGuards(list(guards_of(before, FIRST))).function(now())
+    answers = ClosureGuards(list(guards_of(before, FIRST))).function(now())
     assert answers([copy.deepcopy(before)]) == ()
     for _ in range(3):
         after = changed(data.draw, before)
@@ -181,7 +181,7 @@ def test_guards_together_accept_equal_values_and_no_others(data: st.DataObject) 
 
 
 def test_a_path_has_one_variable() -> None:
-    reads = ReadGuards()
+    reads = ClosureGuards()
     key = ("a", 1)
     for _ in range(2):
         source = FIRST.attribute("value", "x.value").item(key, "x.value[('a', 1)]")
@@ -192,7 +192,7 @@ def test_a_path_has_one_variable() -> None:
 
 
 def test_a_tensor_that_is_replaced_becomes_an_input() -> None:
-    reads = ReadGuards()
+    reads = ClosureGuards()
     source = FIRST.attribute("value", "x.value")
     reads.guard_identity(source, TENSOR)
     assert reads.function(now())([Holder(torch.zeros(2))]) is None

@@ -1,12 +1,14 @@
-"""The guards on the values that a function reads besides its arguments, as frozen data.
+"""The guards on closed-over values, as frozen data.
 
+The closed-over values of a function are those that it reads besides its arguments: cells, globals,
+defaults, and the attributes and elements on paths from these or from objects among the arguments.
 A guard is one object with all forms of its fact: the Python that checks it (``lines``) and its
 text for people (``texts``). Each is over a :class:`Source`, the path on which the function found
 the value. A new kind of guard is a class in this file. The guards on arguments are in
 ``guarding/guards.py``.
 
-:class:`ReadGuards` collects the guards of a trace, and the values on these paths that the program
-is called with.
+:class:`ClosureGuards` collects the guards of a trace, and the values on these paths that the
+program is called with.
 
 NOTE [guards by depth]
 The guards of a model are on thousands of values: each submodule has dicts of parameters, buffers,
@@ -33,10 +35,10 @@ import torch
 from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.program.closure.guard_codegen import (
     _NO_KEY,
-    ClosureGuard,
     Enter,
     Guard,
     GuardCode,
+    GuardFunction,
     Names,
     SettingsAre,
     Source,
@@ -50,7 +52,7 @@ from tsfunc.types.values import describe, same_float, same_value
 
 
 @dataclass(frozen=True, eq=False)
-class ReadGuard(Guard):
+class SourceGuard(Guard):
     """A guard on the value at the end of a path."""
 
     source: Source
@@ -98,7 +100,7 @@ class _OfValue:
 
 
 @dataclass(frozen=True, eq=False)
-class SameObject(_OfValue, ReadGuard):
+class SameObject(_OfValue, SourceGuard):
     """The identity of a value."""
 
     value: Any
@@ -108,7 +110,7 @@ class SameObject(_OfValue, ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class EqualValue(_OfValue, ReadGuard):
+class EqualValue(_OfValue, SourceGuard):
     """A value of a type that compares by value: equal, and of the same type."""
 
     value: Any
@@ -124,7 +126,7 @@ class EqualValue(_OfValue, ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SameContents(_OfValue, ReadGuard):
+class SameContents(_OfValue, SourceGuard):
     """The elements of a container of plain values, compared as a whole.
 
     Attributes:
@@ -139,7 +141,7 @@ class SameContents(_OfValue, ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class TypeOf(ReadGuard):
+class TypeOf(SourceGuard):
     """The class of a value whose contents are guarded where they are read."""
 
     cls: type
@@ -169,7 +171,7 @@ class TypeOf(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class KeysAre(ReadGuard):
+class KeysAre(SourceGuard):
     """The keys of a dict and their order; 1 and 1.0 are equal but different keys.
 
     Attributes:
@@ -207,7 +209,7 @@ class KeysAre(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class LengthIs(ReadGuard):
+class LengthIs(SourceGuard):
     """The number of elements of a sequence; of a deque also its maximum."""
 
     length: int
@@ -229,7 +231,7 @@ class LengthIs(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SameObjectAs(ReadGuard):
+class SameObjectAs(SourceGuard):
     """Two paths that lead to one object."""
 
     other: Source
@@ -245,7 +247,7 @@ class SameObjectAs(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class NotOneOf(ReadGuard):
+class NotOneOf(SourceGuard):
     """A value that is none of some objects, which the guard keeps alive."""
 
     others: Sequence[Any]
@@ -259,7 +261,7 @@ IN_DICT = "{1!r} in {0}"
 
 
 @dataclass(frozen=True, eq=False)
-class Missing(ReadGuard):
+class Missing(SourceGuard):
     """An attribute, a key or a variable that is missing.
 
     Attributes:
@@ -288,7 +290,7 @@ class Missing(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class ClosureTensor(ReadGuard):
+class TensorConstant(SourceGuard):
     """The type and sizes of a tensor of the function; an assignment of ``.data`` changes these."""
 
     tensor: torch.Tensor
@@ -298,7 +300,7 @@ class ClosureTensor(ReadGuard):
         return self.source.text, self.tensor
 
     @classmethod
-    def lines_of_many(cls, guards: Sequence[ClosureTensor], code: GuardCode) -> Iterator[str]:
+    def lines_of_many(cls, guards: Sequence[TensorConstant], code: GuardCode) -> Iterator[str]:
         """Check all tensors at once in C++, and one by one if that fails."""
         variables = [code.variable(guard.source) for guard in guards]
         closely = [
@@ -319,7 +321,7 @@ class ClosureTensor(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class ReadTensor(ReadGuard):
+class TensorInput(SourceGuard):
     """The type and sizes of a tensor that is an input of the program."""
 
     example: torch.Tensor
@@ -356,7 +358,7 @@ def _type_of(at: str, example: torch.Tensor, code: GuardCode) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadNumber(ReadGuard):
+class NumberInput(SourceGuard):
     """A number that is an input of the program: its type, and that a symbol can have the value.
 
     Attributes:
@@ -394,7 +396,7 @@ class ReadNumber(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class ReadCondition(Guard):
+class NumberCondition(Guard):
     """A condition on numbers that are inputs, which the function has tested.
 
     Attributes:
@@ -457,11 +459,11 @@ class OfBranch(str):
 
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
 _BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
-_LAST: tuple[type[Guard], ...] = (ClosureTensor,)
+_LAST: tuple[type[Guard], ...] = (TensorConstant,)
 
 
 @dataclass(eq=False)
-class ReadGuards:
+class ClosureGuards:
     """The guards on what a trace has read, in the order of the reads.
 
     Attributes:
@@ -494,12 +496,12 @@ class ReadGuards:
 
     def guard_input(self, source: Source, tensor: torch.Tensor) -> None:
         """Guard a tensor by its type and sizes, and add it to the inputs."""
-        self.add(ReadTensor(source, tensor))
+        self.add(TensorInput(source, tensor))
         self.inputs.append((source, tensor))
 
     def guard_identity(self, source: Source, tensor: torch.Tensor) -> None:
         """Guard a tensor by its identity, type and sizes."""
-        self.add(SameObject(source, tensor), ClosureTensor(source, tensor))
+        self.add(SameObject(source, tensor), TensorConstant(source, tensor))
 
     def make_input(self, source: Source, tensor: torch.Tensor) -> None:
         """Relax a tensor's guard from identity to type and sizes, and add it to the inputs."""
@@ -508,8 +510,8 @@ class ReadGuards:
             if isinstance(each, SameObject) and each.value is tensor
             and each.source.path == source.path
         )  # fmt: skip
-        assert isinstance(self.guards[at + 1], ClosureTensor)
-        self.guards[at : at + 2] = [ReadTensor(source, tensor)]
+        assert isinstance(self.guards[at + 1], TensorConstant)
+        self.guards[at : at + 2] = [TensorInput(source, tensor)]
         self.inputs.append((source, tensor))
 
     def function(
@@ -518,7 +520,7 @@ class ReadGuards:
         lines: Sequence[str] = (),
         scope: Mapping[str, Any] = MappingProxyType({}),
         lazy: bool = False,
-    ) -> ClosureGuard:
+    ) -> GuardFunction:
         """Return the guard function of the flattened arguments, which returns the inputs.
 
         Args:
@@ -529,7 +531,7 @@ class ReadGuards:
         """
         code, inputs = self._code(now, lines, scope)
         given = "".join(f"{name}, " for name in inputs)
-        made: ClosureGuard = compile_guard("args", code.lines, f"({given})", code.scope, lazy)
+        made: GuardFunction = compile_guard("args", code.lines, f"({given})", code.scope, lazy)
         return made
 
     def entry_code(
