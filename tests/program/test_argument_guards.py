@@ -15,6 +15,7 @@ from torch import Tensor
 from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
+from tsfunc.errors import DescriptorViolation, FileFormatError
 from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import Guard, GuardFunction
@@ -107,6 +108,21 @@ def test_the_guards_show_which_arguments_are_one_tensor() -> None:
     x, y = torch.ones(2), torch.ones(2)
     f(x, x, y)
     assert "x is y" in f.guards and "x, z are different tensors" in f.guards
+
+
+def test_a_loaded_function_names_the_guard_of_the_trace_that_fails(tmp_path: Path) -> None:
+    f = specialize(lambda x, y: x + 1 if x is y else x + y)
+    x = torch.ones(2)
+    f(x, x)
+    f.save(tmp_path / "f.tsfunc", exact=True)
+    with pytest.raises(DescriptorViolation, match="x is y does not hold"):
+        load(tmp_path / "f.tsfunc")(x, torch.ones(2))
+
+
+def test_a_file_with_an_unknown_kind_of_guard_is_refused() -> None:
+    field = Field.parse(b'{"shape": [1]}', "here")
+    with pytest.raises(FileFormatError, match="expected a guard: condition, property, aliasing"):
+        trace_guards.read_trace_guard(field, trace_guards.DescribedArguments({}, (), ()))
 
 
 def test_a_file_keeps_the_guards(tmp_path: Path) -> None:

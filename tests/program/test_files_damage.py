@@ -245,13 +245,21 @@ class TestContainers:
         [
             (
                 FUNCTION,
-                lambda d: form_of(d)["conditions"].append("print(n) == 1"),
+                lambda d: add_condition(d, "print(n) == 1"),
                 "is not made of sizes",
             ),
-            (FUNCTION, lambda d: form_of(d)["conditions"].append("k == 1"), "is not made of sizes"),
-            (FUNCTION, lambda d: form_of(d)["conditions"].append("n"), "not a comparison of sizes"),
-            (FUNCTION, lambda d: form_of(d)["conditions"].append(3), "expected"),
-            (FUNCTION, lambda d: form_of(d).update(conditions={}), "expected"),
+            (
+                FUNCTION,
+                lambda d: add_condition(d, "k == 1"),
+                "is not made of sizes",
+            ),
+            (
+                FUNCTION,
+                lambda d: add_condition(d, "n"),
+                "not a comparison of sizes",
+            ),
+            (FUNCTION, lambda d: add_condition(d, 3), "expected"),
+            (FUNCTION, lambda d: form_of(d).update(guards={}), "expected"),
             (GRAPH, lambda d: shape_of(d).update(args=[[1], [2]]), "a list of numbers"),
             (GRAPH, lambda d: shape_of(d).update(args=[[{"node": "x"}]]), "a list of numbers"),
             (GRAPH, lambda d: shape_of(d).update(args=[3]), "a list of numbers"),
@@ -330,6 +338,10 @@ class TestContainers:
 
 def form_of(document: Any) -> Any:
     return document["calls"][0]["form"]
+
+
+def add_condition(document: Any, condition: Any) -> None:
+    form_of(document)["guards"].append({"condition": condition})
 
 
 def shape_of(document: Any) -> Any:

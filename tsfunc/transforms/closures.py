@@ -24,7 +24,7 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.lifted_tensors import Lifting
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
-from tsfunc.bridge.tracers.torch_settings import is_compiling
+from tsfunc.bridge.tracers.torch_settings import traces_compile
 from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
 from tsfunc.dispatch.state import outside_all_levels
 from tsfunc.program.graphs.codegen import generate
@@ -70,7 +70,7 @@ def converted(
     with outside_torch(), outside_all_levels():
         level = TraceLevel(label, symbols)
         level.sizes = number
-        with is_compiling(), level, watching_random(), watching_factories():
+        with traces_compile(), level, watching_random(), watching_factories():
             inputs = [
                 level.input(f"x{i}", level.fake_like(x, x.shape, x.stride()), x.requires_grad)
                 for i, x in enumerate(examples)

@@ -23,7 +23,7 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output, traced_as
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
-from tsfunc.bridge.tracers.torch_settings import is_compiling, outside_modes
+from tsfunc.bridge.tracers.torch_settings import outside_modes, traces_compile
 from tsfunc.dispatch import state
 
 
@@ -58,7 +58,7 @@ def retraced(
         symbols.record_in(level.graph, {})
         try:
             with (
-                is_compiling(), level, watching_random(), watching_factories(),
+                traces_compile(), level, watching_random(), watching_factories(),
                 symbols.in_body(level.graph, numbers), torch.enable_grad(),
             ):  # fmt: skip
                 for i in tensors:

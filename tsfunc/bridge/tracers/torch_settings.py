@@ -274,6 +274,39 @@ def _is_user_call() -> bool:
     return frame is not None and is_user_frame(frame)
 
 
+# --- changes of the process for as long as some thread traces
+
+
+class _SharedChange:
+    """A change of the process that lasts while one of its blocks is active, on any thread.
+
+    Args:
+        make: makes the change; each block calls it at its beginning.
+        undo: undoes the change, at the end of the last block.
+    """
+
+    def __init__(self, make: Callable[[], None], undo: Callable[[], None]) -> None:
+        self._make, self._undo = make, undo
+        self._lock = threading.Lock()
+        self._active: set[object] = set()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run a block under the change."""
+        block = object()
+        with undoing(functools.partial(self._end, block)):
+            with self._lock:
+                self._active.add(block)
+                self._make()
+            yield
+
+    def _end(self, block: object) -> None:
+        with self._lock:
+            self._active.discard(block)
+            if not self._active:
+                self._undo()
+
+
 # --- the flag of torch.compiler.is_compiling
 
 
@@ -321,27 +354,20 @@ class _TrueOnTracingThreads:
 
 
 _FLAG: Final = _TrueOnTracingThreads()
-_changing = threading.Lock()
-_blocks: Final[set[object]] = set()  # active blocks of all threads
 
 
-@contextmanager
-def is_compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` True inside this thread's traces, in a block."""
-    block = object()
-    with undoing(functools.partial(_end_compiling, block)):
-        with _changing:
-            _blocks.add(block)
-            if not torch.compiler._is_compiling_flag:
-                torch.compiler._is_compiling_flag = _FLAG  # type: ignore[assignment]
-        yield
+def _set_flag() -> None:
+    if not torch.compiler._is_compiling_flag:
+        torch.compiler._is_compiling_flag = _FLAG  # type: ignore[assignment]
 
 
-def _end_compiling(block: object) -> None:
-    with _changing:
-        _blocks.discard(block)
-        if not _blocks and torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
-            torch.compiler._is_compiling_flag = False
+def _reset_flag() -> None:
+    if torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
+        torch.compiler._is_compiling_flag = False
+
+
+traces_compile: Final = _SharedChange(_set_flag, _reset_flag)
+"""A block in which ``torch.compiler.is_compiling()`` is True inside of traces, on any thread."""
 
 
 @contextmanager
@@ -350,7 +376,7 @@ def as_if_compiling() -> Iterator[None]:
     before = _tracing_blocks.blocks
     _tracing_blocks.blocks = before + 1
     try:
-        with is_compiling():
+        with traces_compile():
             yield
     finally:
         _tracing_blocks.blocks = before
@@ -360,7 +386,6 @@ def as_if_compiling() -> Iterator[None]:
 
 
 _ours: list[tuple[ModuleType, Mapping[str, Any], Mapping[str, Any]]] = []
-_replacing: set[object] = set()
 
 
 def replaces_in_traces(
@@ -387,24 +412,18 @@ def replaced_function(function: Any) -> Any:
     return function
 
 
-@contextmanager
-def functions_of_traces() -> Iterator[None]:
-    """Put the functions of :func:`replaces_in_traces` into their modules, in a block."""
-    block = object()
-    with undoing(functools.partial(_end_replacing, block)):
-        with _changing:
-            _replacing.add(block)
-            for module, own, others in _ours:
-                _replace(module, own, others)
-        yield
+def _replace_all() -> None:
+    for replaced, own, others in _ours:
+        _replace(replaced, own, others)
 
 
-def _end_replacing(block: object) -> None:
-    with _changing:
-        _replacing.discard(block)
-        if not _replacing:
-            for module, own, others in _ours:
-                _replace(module, others, own)
+def _restore_all() -> None:
+    for replaced, own, others in _ours:
+        _replace(replaced, others, own)
+
+
+traces_replace_functions: Final = _SharedChange(_replace_all, _restore_all)
+"""A block in which the functions of :func:`replaces_in_traces` are in their modules."""
 
 
 def _replace(module: ModuleType, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

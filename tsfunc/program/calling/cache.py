@@ -239,7 +239,7 @@ class CachedProgram:
             program runs on after these, or None if it may not serve the call.
         closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
-        signature: the part of the call that does not depend on sizes.
+        key: the part of the call that does not depend on sizes.
         call_spec: the assumptions about the arguments.
         given: the same as ``accepts`` for arguments that are not flattened; returns all values
             that the program runs on, or None.
@@ -254,7 +254,7 @@ class CachedProgram:
     accepts: GuardFunction
     closure_guard: GuardFunction
     reason: str
-    signature: Any
+    key: Any
     call_spec: CallSpec
     given: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
@@ -282,7 +282,7 @@ class CachedProgram:
     ) -> CachedProgram:
         """Return a program for calls, with a guard that is generated from their description."""
         reads = program.closure_guards or ClosureGuards()
-        lines, scope = guard_lines(call_spec.guards(), call_spec.bounds, len(call_spec.leaves))
+        lines, scope = guard_lines(call_spec.guards(), call_spec.named_dims, len(call_spec.leaves))
         opening = flatten_lines(call_spec.tree, scope, call_spec.keyword_order)
         return cls(
             program, call_spec.tree, reads.function(call_spec.settings, lines, scope),
@@ -309,7 +309,7 @@ class CachedProgram:
             program does not serve such arguments, or if none of the values has a name.
         """
         spec, reads = self.call_spec, self.program.closure_guards
-        lines, scope = guard_lines(spec.guards(), spec.bounds, len(spec.leaves))
+        lines, scope = guard_lines(spec.guards(), spec.named_dims, len(spec.leaves))
         if reads is None or ClosureGuards().function(spec.settings, lines, scope)(flat) is None:
             return None
         return differences(reads, spec.settings, flat)
@@ -414,11 +414,11 @@ class Cache:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
 
     def find_for_sizes(
-        self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
+        self, keys: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
     ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
-            if entry.signature in signatures and not entry.call_spec.failing_guards(flat, sizes):
+            if entry.key in keys and not entry.call_spec.failing_guards(flat, sizes):
                 closure_values = entry.closure_guard(flat)
                 if closure_values is not None:
                     return entry, closure_values

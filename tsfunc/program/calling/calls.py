@@ -129,25 +129,27 @@ class CacheMiss:
             reason: the reason for the program; None: the difference from earlier calls.
         """
         refuse_arrays(self.flat, self.argument_paths, self.contract, self.name_of)
-        inputs, bounds = tensor_inputs(self.flat, self.argument_paths, self.contract, self.bindings)
+        inputs, named_dims = tensor_inputs(
+            self.flat, self.argument_paths, self.contract, self.bindings
+        )
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
         self.closure_differences = self._closure_differences(cache)
-        signatures = {self.signature(inputs, x) for x in (self.scalars(inputs, bounds), ())}
+        keys = {self.key(inputs, x) for x in (self.scalars(inputs, named_dims), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
         if (
             self.reason == UNSEEN
             and is_full
-            and all(each.signature not in signatures for each in cache.entries)
+            and all(each.key not in keys for each in cache.entries)
         ):
             self.reason = dropped
         self.small = {
-            name: size for name, size in self.sizes.items() if size < 2 and name in bounds
+            name: size for name, size in self.sizes.items() if size < 2 and name in named_dims
         }
-        self.variation = variation = Variation(self, cache, inputs, bounds, facts)
-        known = cache.find_for_sizes(signatures, self.flat, self.sizes)
+        self.variation = variation = Variation(self, cache, inputs, named_dims, facts)
+        known = cache.find_for_sizes(keys, self.flat, self.sizes)
         self.is_known = known is not None or self.reason in (UNSEEN, dropped)
         if self.closure_differences and reason is None:
             fewest = min(self.closure_differences, key=len)
@@ -164,7 +166,7 @@ class CacheMiss:
         else:
             made = known
         if not assumptions.fixed:
-            small = self._sizes_not_served(made[0], bounds)
+            small = self._sizes_not_served(made[0], named_dims)
             if small:
                 if known is None:
                     cache.add(made[0])
@@ -177,7 +179,9 @@ class CacheMiss:
         cache.add(entry)
         return entry, closure_values
 
-    def _sizes_not_served(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
+    def _sizes_not_served(
+        self, entry: CachedProgram, named_dims: Mapping[str, Dim]
+    ) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
         See NOTE [sizes 0 and 1] in ``program/graphs/comparison``, and NOTE [small sizes] in
@@ -186,7 +190,7 @@ class CacheMiss:
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
         if not small and entry.call_spec.failing_guards(self.flat, self.sizes):
             # It was traced with other sizes: with its own sizes, the function raises its error.
-            return [name for name in self.sizes if name in bounds]
+            return [name for name in self.sizes if name in named_dims]
         return small
 
     def _valid_program(self, assumptions: Assumptions) -> tuple[ProgramAndInputs, Assumptions]:
@@ -214,7 +218,9 @@ class CacheMiss:
         """Return, for the last programs of such arguments, the other values that differ."""
         entries = [entry for entry in cache.entries if entry.tree == self.tree][:_MOST_COMPARED]
         if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
-            entries = [each for each in entries if each.call_spec.bounds or each.call_spec.scalars]
+            entries = [
+                each for each in entries if each.call_spec.named_dims or each.call_spec.scalars
+            ]
         return [x for x in (each.closure_differences(self.flat) for each in entries) if x]
 
     def _earlier_numbers(self, cache: Cache) -> NumberHistory:
@@ -253,15 +259,17 @@ class CacheMiss:
         self, assumptions: Assumptions
     ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], Sequence[ScalarSpec]]:
         """Return the tensors among the arguments, the named dims, and the numbers as inputs."""
-        inputs, bounds, numbers = self.variation.inputs_for(assumptions)
+        inputs, named_dims, numbers = self.variation.inputs_for(assumptions)
         if assumptions.fixed:
             sizes = {name: self.sizes[name] for name in assumptions.fixed}
             inputs = [with_fixed_sizes(spec, sizes) for spec in inputs]
-            bounds = {name: dim for name, dim in bounds.items() if name not in assumptions.fixed}
-        scalars = self.scalars(inputs, bounds, numbers)
+            named_dims = {
+                name: dim for name, dim in named_dims.items() if name not in assumptions.fixed
+            }
+        scalars = self.scalars(inputs, named_dims, numbers)
         return (
             inputs,
-            bounds,
+            named_dims,
             [x for x in scalars if x.undescribed or assumptions.described_numbers],
         )
 
@@ -279,14 +287,14 @@ class CacheMiss:
     def scalars(
         self,
         inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         undescribed: Collection[int] = (),
     ) -> Sequence[ScalarSpec]:
         """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
         return scalar_inputs(
-            self.flat, self.argument_paths, self.contract, inputs, bounds, undescribed
+            self.flat, self.argument_paths, self.contract, inputs, named_dims, undescribed
         )
 
     @property
@@ -309,26 +317,27 @@ class CacheMiss:
         self,
         assumptions: Assumptions,
         inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
     ) -> TraceRequest:
         described = {} if self.contract is None else self.contract.descriptors
         return TraceRequest(
-            f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, hide_opaque_arguments(self.func, described, self.parameters, spelled),
+            f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs,
+            named_dims, scalars,
+            hide_opaque_arguments(self.func, described, self.parameters, spelled),
             described, assumptions,
         )  # fmt: skip
 
     def _new_entry(self, assumptions: Assumptions) -> ProgramAndInputs:
         start = time.perf_counter()
-        inputs, bounds, scalars = self._inputs(assumptions)
+        inputs, named_dims, scalars = self._inputs(assumptions)
         instances = self._instances(assumptions)
-        program = capture(self._request(assumptions, inputs, bounds, scalars), instances)
-        signature = self.signature(inputs, scalars)
-        bounds = {**bounds, **program.raised}
+        program = capture(self._request(assumptions, inputs, named_dims, scalars), instances)
+        key = self.key(inputs, scalars)
+        named_dims = {**named_dims, **program.raised}
         inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
         call_spec = call_spec_of(
-            self.flat, self.tree, inputs, bounds, self.settings, self.target.sees_keywords,
+            self.flat, self.tree, inputs, named_dims, self.settings, self.target.sees_keywords,
             scalars, program.trace_guards,
         )  # fmt: skip
         guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
@@ -358,7 +367,7 @@ class CacheMiss:
         else:
             run = self._compiled(program, values)
         program = dataclasses.replace(program, run=run)
-        lines, scope = guard_lines(guards, bounds, len(self.flat))
+        lines, scope = guard_lines(guards, named_dims, len(self.flat))
         opening = flatten_lines(self.tree, scope, self.target.sees_keywords)
         entry = CachedProgram(
             program,
@@ -366,7 +375,7 @@ class CacheMiss:
             reads.function(self.settings, lines, scope, lazy=opening is not None),
             reads.function(self.settings, lazy=True),
             self._reason(assumptions),
-            signature,
+            key,
             call_spec,
             None if opening is None else reads.entry_code(self.settings, opening, lines, scope),
             self.target.refusal_test(self.contract),
@@ -417,7 +426,7 @@ class CacheMiss:
         values = _ValuesByName(self.sizes)
         values.update({number.name: number.value for number in outside})
         values.update({spec.name: spec.value for spec in general.call_spec.scalars})
-        values.update({name: any_size(dim) for name, dim in exact.call_spec.bounds.items()})
+        values.update({name: any_size(dim) for name, dim in exact.call_spec.named_dims.items()})
         values.update({x.name: any_number(type(x.value)) for x in exact.call_spec.scalars})
         for spec, other in zip(general.call_spec.inputs, exact.call_spec.inputs, strict=True):
             for dim, size in zip(spec.dims, other.dims, strict=True):
@@ -443,10 +452,10 @@ class CacheMiss:
             program=program.source,
         )
 
-    def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
+    def key(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
         """Return the part of a call that does not depend on sizes of named dims and on numbers."""
-        keys = tuple(each.key for each in guards_on_arguments(self.flat, inputs, scalars))
-        return self.contract, self.tree, self.key_orders, self.settings, keys
+        guarded = tuple(each.key for each in guards_on_arguments(self.flat, inputs, scalars))
+        return self.contract, self.tree, self.key_orders, self.settings, guarded
 
     def name_of(self, position: int) -> str:
         """Return the user's spelling of a flattened argument."""
@@ -475,8 +484,8 @@ class CacheMiss:
 
 def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """True if a program for any size of a named dim does not serve a size this small."""
-    bounds = entry.call_spec.bounds
-    return name in bounds and (size < 2 or size < (bounds[name].min or 0))
+    named_dims = entry.call_spec.named_dims
+    return name in named_dims and (size < 2 or size < (named_dims[name].min or 0))
 
 
 # --- reports of programs

@@ -37,10 +37,10 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import (
-    functions_of_traces,
-    is_compiling,
     no_seeding,
     outside_modes,
+    traces_compile,
+    traces_replace_functions,
 )
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
@@ -127,7 +127,7 @@ class TraceRequest:
         flat: the flattened arguments; all but tensors and ``scalars`` become constants.
         tree: their structure.
         inputs: the tensors among them.
-        bounds: the named dims that stay symbolic.
+        named_dims: the named dims that stay symbolic.
         scalars: the numbers among the arguments that are inputs.
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
@@ -140,7 +140,7 @@ class TraceRequest:
     flat: Sequence[Any]
     tree: optree.PyTreeSpec
     inputs: Sequence[InputSpec]
-    bounds: Mapping[str, Dim] = field(default_factory=dict)
+    named_dims: Mapping[str, Dim] = field(default_factory=dict)
     scalars: Sequence[ScalarSpec] = ()
     hide_any: Hide | None = None
     described: Mapping[str, Descriptor] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class _Trace:
             name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
         }
         undescribed = [spec.name for spec in request.scalars if spec.undescribed]
-        self.symbols = Symbols(request.bounds, known, numbers, undescribed)
+        self.symbols = Symbols(request.named_dims, known, numbers, undescribed)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
         # True while a failure of the trace must undo the function's assignments.
@@ -280,7 +280,7 @@ class _Trace:
             )
             self.must_undo = True
             watching = watching_random(), watching_factories()
-            with is_compiling(), self.level, watching[0], watching[1], functions_of_traces():
+            with traces_compile(), self.level, watching[0], watching[1], traces_replace_functions():
                 return self._call(self._arguments())
 
     def undo_assignments(self) -> None:
@@ -309,7 +309,7 @@ class _Trace:
                 for name in give_members(tracer, type(spec.example)):
                     self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
-        sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
+        sizes = _size_nodes(level, request.inputs, tracers, request.named_dims)
         for name, node in sizes.items():
             node.meta["number"] = symbols.sizes[name]
         symbols.record_in(level.graph, {**sizes, **numbers})
@@ -438,13 +438,13 @@ class _Trace:
         symbols.end()
         needs = symbols.needs()
         raised = {} if not needs else check_needs(
-            request.name, needs, request.bounds, sizes_of_call(request.inputs),
+            request.name, needs, request.named_dims, sizes_of_call(request.inputs),
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
-        conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
+        conditions = symbols.conditions(variables_of(request.named_dims, request.scalars))
         self._guard_numbers([each for each in conditions if each.of_closure])
         conditions = [each for each in conditions if not each.of_closure]
         if level.tensor_guards.of_backward:
@@ -573,17 +573,17 @@ def _size_nodes(
     level: TraceLevel,
     inputs: Sequence[InputSpec],
     tracers: Sequence[TraceTracer],
-    bounds: Mapping[str, Dim],
+    named_dims: Mapping[str, Dim],
 ) -> dict[str, torch.fx.Node]:
     """Return the node of each named dim: the size of an input, or a size computed from one."""
     nodes: dict[str, torch.fx.Node] = {}
     for spec, tracer in zip(inputs, tracers, strict=True):
         for i, dim in enumerate(spec.dims):
-            if isinstance(dim, Dim) and dim.name in bounds and dim.name not in nodes:
+            if isinstance(dim, Dim) and dim.name in named_dims and dim.name not in nodes:
                 nodes[dim.name] = _named(size_node(level.graph, tracer.node, i), dim.name)
     tensors = {spec.position: tracer for spec, tracer in zip(inputs, tracers, strict=True)}
     for position, i, expression, name in solving_order(inputs, nodes):
-        if name is not None and name in bounds:
+        if name is not None and name in named_dims:
             size = size_node(level.graph, tensors[position].node, i)
             nodes[name] = _named(solved_node(level.graph, size, expression.text, name, nodes), name)
     return nodes

@@ -114,7 +114,7 @@ def _may_require_grad(spec: InputSpec) -> bool:
 
 def _small_sizes(call_spec: CallSpec) -> Iterator[Mapping[str, int]]:
     """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
-    dims = call_spec.bounds.values()
+    dims = call_spec.named_dims.values()
     for dim, size in itertools.product(dims, (0, 1)):
         if dim.admits(size):
             yield {dim.name: size}

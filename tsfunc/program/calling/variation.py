@@ -145,10 +145,10 @@ def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[st
     }
 
 
-def new_dim(bounds: Mapping[str, Dim]) -> Dim:
+def new_dim(named_dims: Mapping[str, Dim]) -> Dim:
     """Return a named dim in place of sizes that have varied."""
     names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
-    return Dim(next(name for name in names if name not in bounds), min=2)
+    return Dim(next(name for name in names if name not in named_dims), min=2)
 
 
 def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptions | None:
@@ -177,7 +177,7 @@ def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptio
 
 def with_dim(
     inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
+    named_dims: Mapping[str, Dim],
     at: Iterable[tuple[int, int]],
     dim: Dim,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
@@ -187,7 +187,7 @@ def with_dim(
         dims = list(specs[i].dims)
         dims[k] = dim
         specs[i] = dataclasses.replace(specs[i], dims=tuple(dims))
-    return specs, {**bounds, dim.name: dim}
+    return specs, {**named_dims, dim.name: dim}
 
 
 # --- descriptors that are offered to the user for values that vary, as Python code
@@ -282,7 +282,7 @@ class Call(CacheMissFacts, Protocol):
     contract: CompiledDescriptors | None
 
     def scalars(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+        self, inputs: Sequence[InputSpec], named_dims: Mapping[str, Dim]
     ) -> Sequence[ScalarSpec]: ...
 
 
@@ -293,7 +293,7 @@ class Variation:
         call: the call.
         cache: the programs of the function, and the facts of the calls that they were made for.
         inputs: the tensors among the arguments.
-        bounds: the named dims.
+        named_dims: the named dims.
         facts: the facts of the call.
     """
 
@@ -302,15 +302,15 @@ class Variation:
         call: Call,
         cache: Cache,
         inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         facts: Facts,
     ) -> None:
         self.call, self.cache, self.facts = call, cache, facts
-        self.inputs, self.bounds = inputs, bounds
+        self.inputs, self.named_dims = inputs, named_dims
         names = {i: call.name_of(i) for i in call.argument_paths}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
-        taken = {spec.position for spec in call.scalars(inputs, bounds)}
+        taken = {spec.position for spec in call.scalars(inputs, named_dims)}
         self.positions = {
             name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken
         }
@@ -329,7 +329,7 @@ class Variation:
         if not names or names in self.cache.fixed:
             return assumptions
         self._tried = names
-        dim = None if names.isdisjoint(self.where) else new_dim(self.bounds)
+        dim = None if names.isdisjoint(self.where) else new_dim(self.named_dims)
         return assumptions.moved(varying=names, dim=dim)
 
     def without_unused(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
@@ -341,11 +341,15 @@ class Variation:
         self, assumptions: Assumptions
     ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], frozenset[int]]:
         """Return the inputs, the named dims, and the positions of the numbers that have varied."""
-        names, inputs, bounds = assumptions.varying, self.inputs, self.bounds
+        names, inputs, named_dims = assumptions.varying, self.inputs, self.named_dims
         at = [self.where[name] for name in names if name in self.where]
         if at and assumptions.dim is not None:
-            inputs, bounds = with_dim(inputs, bounds, at, assumptions.dim)
-        return inputs, bounds, frozenset(self.positions[x] for x in names if x in self.positions)
+            inputs, named_dims = with_dim(inputs, named_dims, at, assumptions.dim)
+        return (
+            inputs,
+            named_dims,
+            frozenset(self.positions[x] for x in names if x in self.positions),
+        )
 
     def check(self, entry: CachedProgram, assumptions: Assumptions) -> None:
         """Check that the values that have varied can be inputs of a new program.
@@ -400,7 +404,7 @@ class Variation:
             sized = self.sizes.keys() | self.numbers.keys()
             warning = warning_about_others(self.call, self.cache, self.facts, sized)
         open_ = dict.fromkeys(served, ANY)
-        if served and not entry.call_spec.conditions and not _is_bounded(entry, self.bounds):
+        if served and not entry.call_spec.conditions and not _is_bounded(entry, self.named_dims):
             for i, others in enumerate(varied):
                 if served.issuperset(differing(self.facts, others)):
                     varied[i] = {**others, **open_}
@@ -438,9 +442,9 @@ class Variation:
 
     def _described(self, names: Sequence[str], seen: Mapping[str, Sequence[Any]]) -> str:
         """Return the descriptors with which values may vary, as Python code."""
-        call, bounds = self.call, self.bounds
+        call, named_dims = self.call, self.named_dims
         dims = itertools.chain("nmkpqrst", (f"n{i}" for i in itertools.count()))
-        free = (dim for dim in dims if dim not in bounds)
+        free = (dim for dim in dims if dim not in named_dims)
         called: dict[Any, str] = {}  # sizes that were equal in all the calls have one name
         vary: dict[int, dict[int, str]] = {}
         for name in names:
@@ -495,5 +499,5 @@ def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
     """True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
         name not in known and dim != Dim(name, min=2)
-        for name, dim in entry.call_spec.bounds.items()
+        for name, dim in entry.call_spec.named_dims.items()
     )

@@ -338,15 +338,17 @@ class GuardCode:
     """The Python of some guards, while it is generated.
 
     Attributes:
-        bounds: the named dims.
+        named_dims: the named dims.
         count: the number of flattened arguments.
         scope: the objects that the code refers to by name.
         bound: the named dims that have a variable.
         lines: the lines, those that bind the values on paths to variables included.
     """
 
-    def __init__(self, bounds: Mapping[str, Dim] = MappingProxyType({}), count: int = 0) -> None:
-        self.bounds, self.count = bounds, count
+    def __init__(
+        self, named_dims: Mapping[str, Dim] = MappingProxyType({}), count: int = 0
+    ) -> None:
+        self.named_dims, self.count = named_dims, count
         self.scope: dict[str, Any] = {}
         self.bound: set[str] = set()
         self.lines: list[str] = []

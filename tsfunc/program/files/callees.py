@@ -154,24 +154,24 @@ class CalleeWriter:
     """The functions that a program calls, each once.
 
     Args:
-        bounds: the named dims.
+        named_dims: the named dims.
         encode: writes a part.
         sizes: the sizes of the named dims in the call that was traced.
         described: the descriptors of the program, by parameter, for errors.
 
     Attributes:
-        bounds: the named dims of the graph that is being written.
+        named_dims: the named dims of the graph that is being written.
         entries: the JSON of each function.
     """
 
     def __init__(
         self,
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         encode: Callable[[CalleeGraph], Any],
         sizes: Mapping[str, int],
         described: Mapping[str, Any],
     ) -> None:
-        self.bounds = bounds
+        self.named_dims = named_dims
         self.sizes, self.described = sizes, described
         self.entries: list[Any] = []
         self._encode = encode
@@ -225,11 +225,11 @@ class CalleeWriter:
         """Return the JSON of a part."""
         if part is None:
             return None
-        before, self.bounds = self.bounds, part.dims
+        before, self.named_dims = self.named_dims, part.dims
         try:
             return self._encode(part)
         finally:
-            self.bounds = before
+            self.named_dims = before
 
 
 # --- reading

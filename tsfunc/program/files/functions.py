@@ -355,7 +355,7 @@ def _read_answers(
         # A program was made for its call with the most named dims; its other calls are special
         # cases.
         own = made_for.setdefault(call.program, call)
-        if len(call.call_spec.bounds) > len(own.call_spec.bounds):
+        if len(call.call_spec.named_dims) > len(own.call_spec.named_dims):
             made_for[call.program] = call
     if len(made_for) < count:
         calls.fail("there are programs that serve no call")

@@ -79,7 +79,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
     return {
         "arguments": encode_tree(call_spec.tree),
         "leaves": leaves,
-        "dims": {name: DimIs(dim).to_json() for name, dim in call_spec.bounds.items()},
+        "dims": {name: DimIs(dim).to_json() for name, dim in call_spec.named_dims.items()},
         "settings": {
             setting.name: encode(value)
             for setting, value in zip(SETTINGS, call_spec.settings, strict=True)
@@ -93,7 +93,7 @@ def storable(call_spec: CallSpec) -> CallSpec:
 
     If a guard can't be written, the numbers are fixed to those of the call.
     """
-    names = {*call_spec.bounds, *(spec.name for spec in call_spec.scalars)}
+    names = {*call_spec.named_dims, *(spec.name for spec in call_spec.scalars)}
     if all(guard.is_storable(names) for guard in call_spec.trace_guards):
         return call_spec
     fixed = [guard.for_fixed_numbers() for guard in call_spec.trace_guards]
@@ -130,28 +130,32 @@ class CallSpecReader:
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
             arguments.expected("the structure of positional and keyword arguments")
-        bounds = {name: DimIs.from_json(text, name).dim for name, text in dims.mapping().items()}
+        named_dims = {
+            name: DimIs.from_json(text, name).dim for name, text in dims.mapping().items()
+        }
         leaves: list[Any] = []
         inputs: list[InputSpec] = []
         scalars: list[ScalarSpec] = []
         for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
             if leaf.get("value") is None:
-                inputs.append(TensorMeta.from_json(i, leaf, self._values, bounds, self._fake).spec)
+                inputs.append(
+                    TensorMeta.from_json(i, leaf, self._values, named_dims, self._fake).spec
+                )
                 leaves.append(None)
             elif leaf.get("number") is not None:
-                taken = {*bounds, *(spec.name for spec in scalars)}
+                taken = {*named_dims, *(spec.name for spec in scalars)}
                 scalars.append(AnyNumber.from_json(i, leaf, self._values, taken).spec)
                 leaves.append(scalars[-1].value)
             else:
                 leaves.append(ValueIs.from_json(i, leaf, self._values).value)
         settings = self._settings(settings_field)
-        _require_sizes(dims, inputs, bounds)
+        _require_sizes(dims, inputs, named_dims)
         tensors = frozenset(spec.position for spec in inputs)
-        described = DescribedArguments(bounds, scalars, tensors)
+        described = DescribedArguments(named_dims, scalars, tensors)
         guards = field.get("guards")
         listed = () if guards is None else guards.items()
         return CallSpec(
-            tree, tuple(leaves), tuple(inputs), bounds, settings, self._keyword_order,
+            tree, tuple(leaves), tuple(inputs), named_dims, settings, self._keyword_order,
             tuple(scalars),
             tuple(read_trace_guard(each, described) for each in listed),
         )  # fmt: skip
@@ -168,13 +172,13 @@ class CallSpecReader:
         )
 
 
-def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection[str]) -> None:
+def _require_sizes(field: Field, inputs: Sequence[InputSpec], named_dims: Collection[str]) -> None:
     """Check that the sizes of the tensors determine those of the named dims."""
     try:
         known = sizes_of_call(inputs)
     except (AssertionError, ArithmeticError):
         known = {}
-    for name in bounds:
+    for name in named_dims:
         if name not in known:
             field.fail(f"no tensor tells the size of {name[:40]}")
 
@@ -217,7 +221,7 @@ def encode_program(
     call_spec = program.call_spec
     assert call_spec is not None
     callees = CalleeWriter(
-        call_spec.bounds,
+        call_spec.named_dims,
         lambda part: _encode_part(part, tensors, state, callees),
         sizes_of_call(call_spec.inputs),
         program.descriptors if described is None else described,
@@ -236,7 +240,8 @@ def encode_program(
     return {
         "name": printable(program.name),
         "dims": {
-            name: DimIs(call_spec.bounds.get(name, Dim(name))).to_json() for name in _dims_in(names)
+            name: DimIs(call_spec.named_dims.get(name, Dim(name))).to_json()
+            for name in _dims_in(names)
         },
         "inputs": [at for at in program.inputs if at < len(call_spec.leaves)],
         "constants": sorted(program.constants),

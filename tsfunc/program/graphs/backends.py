@@ -205,11 +205,11 @@ class Compiled:
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph for sizes like those of a call."""
         call_spec = self._program.call_spec
-        bounds = call_spec.bounds if call_spec is not None else {}
+        named_dims = call_spec.named_dims if call_spec is not None else {}
         sizes = self._sizes_of(values)
-        symbols = Symbols({dim.name: dim for dim in bounds.values()}, sizes)
+        symbols = Symbols({dim.name: dim for dim in named_dims.values()}, sizes)
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
-        if bounds:
+        if named_dims:
             examples = [_fake(x, x.shape, symbols) for x in examples]
         else:
             examples = _apart(examples)
@@ -225,7 +225,7 @@ class Compiled:
                 ) from error.__cause__
         # If a name is not a size itself, its value is unknown here, so each call is compiled.
         holds = symbols.condition()
-        if holds is not None and set(sizes) != set(bounds):
+        if holds is not None and set(sizes) != set(named_dims):
             holds = _never
         self._variants.append((holds, call))
         return call
@@ -324,7 +324,7 @@ def _examples(
 ) -> list[torch.Tensor]:
     """Return example inputs, with symbols as the sizes of named dims."""
     call_spec = program.call_spec
-    if call_spec is None or not call_spec.bounds:
+    if call_spec is None or not call_spec.named_dims:
         return list(given)
     shapes = {spec.position: spec.shape(symbols.sizes) for spec in call_spec.inputs}
     return [

@@ -55,7 +55,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
             f"{program.name}: an ExportedProgram cannot hold {problem}. "
             f"`.graph_module` is the program for torch's other tools."
         )
-    sizes = sizes_for(call_spec.bounds, _PRIMES)
+    sizes = sizes_for(call_spec.named_dims, _PRIMES)
     leaves = list(call_spec.leaves)
     for spec in call_spec.inputs:
         leaves[spec.position] = _example(spec, sizes)
@@ -64,7 +64,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     module = _module(program, graph, names, list(kwargs))
     # torch.export infers some relations only if they are not given.
     failed: Exception | None = None
-    least = {name: max(2, dim.min or 0) for name, dim in call_spec.bounds.items()}
+    least = {name: max(2, dim.min or 0) for name, dim in call_spec.named_dims.items()}
     for given in (True, True, False):
         try:
             shapes = _shapes(program, call_spec, names, given, least)
@@ -134,7 +134,7 @@ def _shapes(
         given: whether expressions are passed to torch.export, or inferred by it.
         least: the minimum size of each named dim.
     """
-    dims = {name: _named(dim, least[name]) for name, dim in call_spec.bounds.items()}
+    dims = {name: _named(dim, least[name]) for name, dim in call_spec.named_dims.items()}
     shapes: list[Any] = [None] * len(call_spec.leaves)
     for position in program.inputs:
         if position < len(shapes) and type(call_spec.leaves[position]) is int:

@@ -54,7 +54,7 @@ class CallSpec:
         leaves: the flattened arguments, with None in place of a tensor, and `WatchedPlaceholder` in
             place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
-        bounds: the named dims.
+        named_dims: the named dims.
         settings: torch's settings.
         keyword_order: whether the function sees the order of the keyword arguments.
         scalars: the numbers among the arguments that are inputs, and may vary.
@@ -64,7 +64,7 @@ class CallSpec:
     tree: optree.PyTreeSpec
     leaves: tuple[Any, ...]
     inputs: tuple[InputSpec, ...]
-    bounds: Mapping[str, Dim]
+    named_dims: Mapping[str, Dim]
     settings: tuple[Any, ...]
     keyword_order: bool = False
     scalars: tuple[ScalarSpec, ...] = ()
@@ -84,7 +84,7 @@ class CallSpec:
         """
         if given is None:
             given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
-        dims = map(DimIs, self.bounds.values())
+        dims = map(DimIs, self.named_dims.values())
         return (*given, *dims, SizesAre(self.inputs), *self.trace_guards)
 
     @property
@@ -94,7 +94,7 @@ class CallSpec:
 
     def failing_guards(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[TraceGuard]:
         """Return the guards of the trace that fail for some arguments and sizes of named dims."""
-        named = {name: size for name, size in sizes.items() if name in self.bounds}
+        named = {name: size for name, size in sizes.items() if name in self.named_dims}
         return [guard for guard in self.trace_guards if not guard.holds(flat, named)]
 
 
@@ -102,7 +102,7 @@ def call_spec_of(
     flat: Sequence[Any],
     tree: optree.PyTreeSpec,
     inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
+    named_dims: Mapping[str, Dim],
     settings: tuple[Any, ...],
     keyword_order: bool,
     scalars: Sequence[ScalarSpec],
@@ -113,7 +113,7 @@ def call_spec_of(
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallSpec(
-        tree, leaves, specs, dict(bounds), settings, keyword_order, tuple(scalars),
+        tree, leaves, specs, dict(named_dims), settings, keyword_order, tuple(scalars),
         tuple(trace_guards),
     )  # fmt: skip
 
@@ -281,16 +281,16 @@ def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
 
 
 def guard_lines(
-    guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
+    guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: int
 ) -> tuple[list[str], dict[str, Any]]:
     """Return lines that return None if a guard fails, and the objects that they refer to by name.
 
     Args:
         guards: the guards.
-        bounds: the named dims.
+        named_dims: the named dims.
         count: the number of flattened arguments.
     """
-    code = GuardCode(bounds, count)
+    code = GuardCode(named_dims, count)
     for kind in (*ARGUMENT_KINDS, *TRACE_KINDS):
         code.add([guard for guard in guards if type(guard) is kind])
     return code.lines, code.scope

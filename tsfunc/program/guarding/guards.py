@@ -174,7 +174,7 @@ class TensorMeta(ArgumentGuard):
     spec: InputSpec
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        checks = _tensor(self.spec, code.scope, code.bound, code.bounds)
+        checks = _tensor(self.spec, code.scope, code.bound, code.named_dims)
         return f"a = args[{self.position}]", *checks
 
     @classmethod
@@ -236,7 +236,7 @@ class TensorMeta(ArgumentGuard):
         position: int,
         field: Field,
         values: ValueDecoder,
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         fake: AbstractContextManager[Any],
     ) -> TensorMeta:
         name, dtype, device, grad, shape_field, strides, dims_field = field.record(
@@ -244,7 +244,7 @@ class TensorMeta(ArgumentGuard):
         )
         shape = [size.integer(0) for size in shape_field.items()]
         steps = [step.integer(0) for step in strides.items(len(shape))]
-        dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
+        dims = tuple(_read_size(dim, named_dims) for dim in dims_field.items(len(shape)))
         any_grad = grad.value is None
         try:
             with fake:
@@ -294,7 +294,7 @@ class SizesAre(Guard):
             if unknown is None:
                 yield f"if {size} != ({_spelled(dim.text)}): return None"
             else:
-                yield from _solved(size, dim, unknown, code.bounds[unknown])
+                yield from _solved(size, dim, unknown, code.named_dims[unknown])
 
     def texts(self, name: Names) -> Iterator[str]:
         for spec in self.inputs:
@@ -335,7 +335,7 @@ def _dim_name(dim: DimForm) -> str:
     return dim.name if isinstance(dim, Dim) else str(dim)
 
 
-def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
+def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
     if type(field.value) is int:
         return field.integer(0)
     try:
@@ -343,9 +343,9 @@ def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
     except DescriptorError as error:
         field.fail(str(error))
     names = [dim.name] if isinstance(dim, Dim) else dim.names if isinstance(dim, DimExpr) else ()
-    if not names or any(name not in bounds for name in names):
+    if not names or any(name not in named_dims for name in names):
         field.expected("a size, or one made of named dims")
-    return bounds[dim.name] if isinstance(dim, Dim) else dim
+    return named_dims[dim.name] if isinstance(dim, Dim) else dim
 
 
 # --- the code and the keys of single guards
@@ -354,10 +354,10 @@ def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
 _PLAIN = (int, bool, str, type(None))
 
 
-def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
+def variables_of(named_dims: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
     """Return the variables of named dims and numbers in conditions."""
     numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
-    return {**{name: variable_of_size(name) for name in bounds}, **numbers}
+    return {**{name: variable_of_size(name) for name in named_dims}, **numbers}
 
 
 def _spelled(text: str) -> str:
@@ -414,7 +414,7 @@ def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
 
 
 def _tensor(
-    spec: InputSpec, scope: dict[str, Any], bound: set[str], bounds: Mapping[str, Dim]
+    spec: InputSpec, scope: dict[str, Any], bound: set[str], named_dims: Mapping[str, Dim]
 ) -> list[str]:
     """Return the guard of a tensor: type, device, memory layout and fixed sizes."""
     i, example = spec.position, spec.example
@@ -436,7 +436,7 @@ def _tensor(
     else:
         lines += ["s = a.shape", f"if len(s) != {len(spec.dims)}: return None"]
         for k, dim in enumerate(spec.dims):
-            lines.extend(_dim(k, dim, bound, bounds))
+            lines.extend(_dim(k, dim, bound, named_dims))
         if not example.is_contiguous():
             scope["layout_of"] = layout_of
             scope[f"strides_{i}"] = layout_of(example.shape, example.stride())
@@ -446,7 +446,7 @@ def _tensor(
     return lines
 
 
-def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[str]:
+def _dim(k: int, dim: Any, bound: set[str], named_dims: Mapping[str, Dim]) -> list[str]:
     if isinstance(dim, int):
         return [f"if s[{k}] != {dim}: return None"]
     if not isinstance(dim, Dim):
@@ -455,7 +455,7 @@ def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[s
     if dim.name in bound:
         return [f"if s[{k}] != {size}: return None"]
     bound.add(dim.name)
-    return [f"{size} = s[{k}]", *_bounds(size, bounds[dim.name])]
+    return [f"{size} = s[{k}]", *_bounds(size, named_dims[dim.name])]
 
 
 def _static_key(value: Any) -> Any:

@@ -132,7 +132,7 @@ def scalar_inputs(
     argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
+    named_dims: Mapping[str, Dim],
     undescribed: Collection[int] = (),
 ) -> list[ScalarSpec]:
     """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types].
@@ -142,11 +142,11 @@ def scalar_inputs(
         argument_paths: the path of each from a parameter.
         contract: the descriptors.
         inputs: the tensors among the arguments.
-        bounds: the named dims.
+        named_dims: the named dims.
         undescribed: the positions of other numbers that are inputs: NOTE [automatic dynamic
             sizes].
     """
-    taken = {*(spec.name for spec in inputs), *bounds}
+    taken = {*(spec.name for spec in inputs), *named_dims}
     described = {} if contract is None else contract.descriptors
     specs = []
     for i, value in enumerate(flat):
@@ -193,9 +193,9 @@ def tensor_inputs(
     Raises:
         TypeCheckError: a tensor has a layout that a trace can't follow.
     """
-    bounds: dict[str, Dim] = {}
+    named_dims: dict[str, Dim] = {}
     if contract is not None and bindings is not None:
-        bounds = {name: contract.dims[name] for name in bindings.sizes}
+        named_dims = {name: contract.dims[name] for name in bindings.sizes}
     inputs = []
     used: set[str] = set()
     taken: set[str] = set()
@@ -205,11 +205,11 @@ def tensor_inputs(
         path = argument_paths[i]
         check_layout(value, ".".join(map(str, path)))
         forms = bindings.dims(path) if bindings is not None else None
-        dims = _dims(value, forms, bounds)
+        dims = _dims(value, forms, named_dims)
         for dim in dims:
             used.update(names_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
-    return inputs, {name: dim for name, dim in bounds.items() if name in used}
+    return inputs, {name: dim for name, dim in named_dims.items() if name in used}
 
 
 def refuse_arrays(
@@ -247,14 +247,14 @@ def refuse_arrays(
 def _dims(
     value: torch.Tensor,
     forms: Sequence[DimForm] | None,
-    bounds: Mapping[str, Dim],
+    named_dims: Mapping[str, Dim],
 ) -> tuple[DimForm, ...]:
     dims: list[DimForm] = []
     forms = (*(None,) * (value.dim() - len(forms or ())), *(forms or ()))
     for size, form in zip(value.shape, forms, strict=True):
-        if isinstance(form, Dim) and form.name in bounds:
-            dims.append(bounds[form.name])
-        elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
+        if isinstance(form, Dim) and form.name in named_dims:
+            dims.append(named_dims[form.name])
+        elif isinstance(form, DimExpr) and all(name in named_dims for name in form.names):
             dims.append(form)
         else:
             dims.append(size)

@@ -33,12 +33,12 @@ class DescribedArguments(NamedTuple):
     """The arguments of a call in a file, to which its guards refer.
 
     Attributes:
-        bounds: the named dims.
+        named_dims: the named dims.
         scalars: the numbers that are inputs.
         tensors: the positions of the tensors.
     """
 
-    bounds: Mapping[str, Dim]
+    named_dims: Mapping[str, Dim]
     scalars: Sequence[ScalarSpec]
     tensors: Collection[int]
 
@@ -114,14 +114,14 @@ class ConditionHolds(TraceGuard):
 
     @classmethod
     def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
-        text, bounds = field.line(), described.bounds
-        variables = variables_of(bounds, described.scalars)
+        text, named_dims = field.line(), described.named_dims
+        variables = variables_of(named_dims, described.scalars)
         try:
             code = fact_code(text, variables)
             shown = fact_code(text, {name: name for name in variables})
         except DescriptorError as error:
             field.fail(str(error))
-        return cls(Condition(code, shown, tuple(bounds), text))
+        return cls(Condition(code, shown, tuple(named_dims), text))
 
 
 @dataclass(frozen=True, eq=False)

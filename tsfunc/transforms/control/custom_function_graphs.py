@@ -45,7 +45,7 @@ class Tracing:
 
     Args:
         callee: the function.
-        bounds: the named dims of the program that calls the function.
+        named_dims: the named dims of the program that calls the function.
         sizes: the sizes of these dims in the call that was traced.
         described: the descriptors of the program by parameter, for error messages.
 
@@ -61,11 +61,11 @@ class Tracing:
     def __init__(
         self,
         callee: PythonCallee,
-        bounds: Mapping[str, Dim],
+        named_dims: Mapping[str, Dim],
         sizes: Mapping[str, int],
         described: Mapping[str, Descriptor],
     ) -> None:
-        self.callee, self.bounds = callee, bounds
+        self.callee, self.named_dims = callee, named_dims
         self.sizes, self.described = sizes, described
         self.name = self.name_of(callee)
         self.operands: list[OperandType | Number] = [
@@ -97,7 +97,7 @@ class Tracing:
         Raises:
             NoFileForm: the function can't be traced.
         """
-        self.names = names = DimNames(self.bounds)
+        self.names = names = DimNames(self.named_dims)
         dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
         forms = [names.number(x.text) if isinstance(x, Number) else None for x in given]
         numbers = {i: form for i, form in enumerate(forms) if form is not None}
@@ -166,8 +166,8 @@ class DimNames:
     A size that is computed from the dims in a form that descriptors lack gets its own name.
     """
 
-    def __init__(self, bounds: Mapping[str, Dim]) -> None:
-        self.bounds = bounds
+    def __init__(self, named_dims: Mapping[str, Dim]) -> None:
+        self.named_dims = named_dims
         self.used: dict[str, Dim] = {}
         self._others: dict[str, Dim] = {}
 
@@ -182,7 +182,7 @@ class DimNames:
         return form
 
     def _fresh(self) -> Dim:
-        taken = {*self.bounds, *self.used}
+        taken = {*self.named_dims, *self.used}
         return Dim(next(name for i in itertools.count() if (name := f"size_{i}") not in taken))
 
     def number(self, text: str) -> DimForm | None:
@@ -197,10 +197,10 @@ class DimNames:
             form = parse_dim(text)
         except DescriptorError:
             return None
-        if not all(name in self.bounds for name in names_in(form)):
+        if not all(name in self.named_dims for name in names_in(form)):
             return None
-        self.used.update({name: self.bounds[name] for name in names_in(form)})
-        return self.bounds[form.name] if isinstance(form, Dim) else form
+        self.used.update({name: self.named_dims[name] for name in names_in(form)})
+        return self.named_dims[form.name] if isinstance(form, Dim) else form
 
 
 def size_of(form: DimForm) -> Any:

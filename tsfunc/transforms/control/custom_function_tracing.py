@@ -68,7 +68,7 @@ def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
             "autograd.Function). A file holds a function and its derivative; save a program of the "
             "function without that rule, or of the vmap of it.",
         )
-    tracing = Tracing(callee, callees.bounds, callees.sizes, callees.described)
+    tracing = Tracing(callee, callees.named_dims, callees.sizes, callees.described)
     if function is custom_vjp.kind:
         return with_vjp(tracing)
     if function is custom_jvp.kind:
