@@ -654,7 +654,7 @@ class TestKeptFiles:
         f = specialize(lambda x: x + 1)
         f(torch.ones(2))
         f.save(tmp_path / "f.tsf", exact=True)
-        assert b'"version":2' in (tmp_path / "f.tsf").read_bytes()
+        assert b'"version":3' in (tmp_path / "f.tsf").read_bytes()
 
     def test_containers_and_numbers(self) -> None:
         step = load(KEPT / "containers.tsf")
