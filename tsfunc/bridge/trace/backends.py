@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -91,6 +91,8 @@ def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[tor
     """Return the result of a torch backend for a module."""
     if _has_numbers(module):
         examples = _with_numbers(examples)
+    elif any(_has_symbolic_sizes(node.meta.get("val")) for node in _every_node(module)):
+        _, examples = _as_fakes(examples)
     try:
         with copied_views(), while_torch_traces():
             return backend(module, list(examples))
@@ -109,10 +111,19 @@ def _has_loops(module: torch.fx.GraphModule) -> bool:
     return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
 
 
+# The operators that read a number from a tensor.
+READS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+
 def _has_numbers(module: torch.fx.GraphModule) -> bool:
     """True if the graph computes numbers: in loops, or of tensors, as Adam does its step size."""
-    number = torch.ops.aten._local_scalar_dense.default
-    return _has_loops(module) or any(node.target is number for node in _every_node(module))
+    return _has_loops(module) or any(node.target in READS for node in _every_node(module))
+
+
+def _has_symbolic_sizes(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_symbolic_sizes, value))
+    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
 def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -54,6 +54,7 @@ from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
@@ -275,6 +276,7 @@ def _module(program: ProgramData) -> tuple[torch.fx.GraphModule, list[Any]]:
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
     )
+    make_compilable(module)
     return module, _keep_computed(module)
 
 

@@ -25,6 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_export import exported_by_torch
 from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
+from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.lowering import sizes_for
@@ -49,6 +50,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     graph = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True), exact=False
     )
+    make_compilable(graph)
     problem = next(_problems(program, call_spec, graph), None)
     if problem is not None:
         raise ExportError(
