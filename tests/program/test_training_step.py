@@ -670,3 +670,12 @@ def test_the_function_s_own_error() -> None:
 
     with pytest.raises(RuntimeError, match="does not require grad"):
         tsfunc.specialize(step)(torch.ones(6, 4))
+
+
+def test_an_optimizer_that_decides_by_data_is_refused_in_plain_words() -> None:
+    trial = Trial(lambda model: torch.optim.Adafactor(model.parameters()))
+    step: Step = tsfunc.specialize(plain(trial))
+    with pytest.raises(DataDependentError) as caught:
+        step(torch.randn(6, 4), torch.randn(6, 2))
+    message = str(caught.value)
+    assert "<number of data>" in message and "_default" not in message

@@ -105,6 +105,22 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "in_dims has structure (0,) but the inputs are (a, b)",
     ),
     (
+        lambda: vmap(lambda params, b: b, in_dims=({"w": 0, "c": 0}, 0))({"w": X}, X),
+        ValueError,
+        "The entry for params has structure {'c': *, 'w': *}, and params has structure {'w': *}.",
+    ),
+    (
+        lambda: vmap(lambda params, b: b, in_dims=({"w": "x"}, 0))({"w": X}, X),
+        ValueError,
+        "Got in_dim=x for an input but in_dim must be either an integer dimension or None. The "
+        "input is params['w'].",
+    ),
+    (
+        lambda: vmap(lambda params: params, in_dims={"params": {"w": "x"}})({"w": X}),
+        ValueError,
+        "The input is params['w'].",
+    ),
+    (
         lambda: vmap(lambda params, x: x, (0, 1))({"w": X, "b": X}, torch.ones(2, 4)),
         ValueError,
         "params['b'] has 3 in dim 0, params['w'] has 3 in dim 0, x has 4 in dim 1",

@@ -47,17 +47,36 @@ def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
             f"{spec.call()}: in_dims is not compatible with the structure of `inputs`. in_dims "
             f"has structure {in_dims!r} but the inputs are ({', '.join(_parameters(spec, args))}): "
             f"expected one entry for each of them (it may hold for all that is in it)."
+            f"{_mismatch(spec, args)}"
         ) from None
-    _check_entries(spec, dims)
+    if not all(map(is_dim, dims)):
+        _refuse_entries(spec, dims, _names(spec, args))
     return dims
 
 
-def _check_entries(spec: Spec, dims: Sequence[Any]) -> None:
-    for dim in dims:
+def _mismatch(spec: Spec, args: Sequence[Any]) -> str:
+    """Return a sentence about the first input whose entry of ``in_dims`` does not fit it."""
+    in_dims = spec.in_dims
+    if not isinstance(in_dims, tuple) or len(in_dims) != len(args):
+        return ""
+    for name, prefix, value in zip(_parameters(spec, args), in_dims, args, strict=True):
+        try:
+            pytrees.broadcast_prefix(prefix, value, is_dim)
+        except ValueError:
+            return (
+                f" The entry for {name} has structure "
+                f"{pytrees.spelled(pytrees.structure_of(prefix))}, and {name} has structure "
+                f"{pytrees.spelled(pytrees.structure_of(value))}."
+            )
+    return ""
+
+
+def _refuse_entries(spec: Spec, dims: Sequence[Any], names: Sequence[str]) -> None:
+    for dim, name in zip(dims, names, strict=True):
         if not is_dim(dim):
             raise ValueError(
                 f"{spec.call()}: Got in_dim={dim} for an input but in_dim must be either "
-                f"an integer dimension or None."
+                f"an integer dimension or None. The input is {name}."
             )
 
 
@@ -159,7 +178,8 @@ def _match_one(spec: Spec, name: str, prefix: Any, value: Any) -> list[int | Non
             f"{pytrees.spelled(pytrees.structure_of(prefix))}, the argument "
             f"{pytrees.spelled(pytrees.structure_of(value))}."
         ) from None
-    _check_entries(spec, dims)
+    if not all(map(is_dim, dims)):
+        _refuse_entries(spec, dims, _leaf_names(name, value))
     return dims
 
 
@@ -266,9 +286,12 @@ def _names(spec: Spec, given: Any) -> list[str]:
     values = [*args, *kwargs.values()]
     names = []
     for name, value in zip(parameters, values, strict=True):
-        accessors = pytrees.structure_of(value).accessors()
-        names += [accessor.codify(name) for accessor in accessors]
+        names += _leaf_names(name, value)
     return names
+
+
+def _leaf_names(name: str, value: Any) -> list[str]:
+    return [accessor.codify(name) for accessor in pytrees.structure_of(value).accessors()]
 
 
 def _name_at(spec: Spec, given: Any, index: int) -> str:

@@ -422,8 +422,17 @@ class Symbols:
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         if isinstance(error, GuardOnDataDependentSymNode):
-            return self.spell(error.cond), True
+            return self._spell_data(error.cond), True
         return self.in_users_names(text), False
+
+    def _spell_data(self, expr: Any) -> str:
+        """Return an expression as Python, in which no number of data has the name of a node."""
+        text = self.spell(expr)
+        names = {each.name for each in self._definitions.values()} & {*re.findall(r"\w+", text)}
+        for i, name in enumerate(sorted(names, key=text.index), 1):
+            number = "<number of data>" if len(names) == 1 else f"<number {i} of data>"
+            text = re.sub(rf"\b{name}\b", number, text)
+        return text
 
     def in_users_names(self, text: str) -> str:
         """Return a text with the user's names in place of the trace's symbols."""
