@@ -375,10 +375,17 @@ def in_public_call() -> bool:
 
 def _is_below_boundary(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code in _boundaries:
+        if _is_boundary(frame.f_code):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_boundary(code: CodeType) -> bool:
+    try:
+        return code in _boundaries
+    except TypeError:  # code that Dynamo has made, with constants that are not hashable
+        return False
 
 
 def _steps(trace: TracebackType | None) -> Iterator[Step]:

@@ -109,6 +109,25 @@ def test_a_specialized_function_inside(name: str) -> None:
                 same(grad, expected)
 
 
+def test_a_function_that_is_specialized_inside() -> None:
+    """Dynamo traces the function itself, as for a function that is specialized outside."""
+    compiled = torch.compile(
+        lambda x: tsfunc.specialize(lambda x: x.sin(), hoist=True)(x * 2) + 1,
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    same(compiled(X), (X * 2).sin() + 1)
+
+
+def test_an_error_passes_code_that_dynamo_has_made() -> None:
+    """Its constants may be dicts, so that it has no hash."""
+    namespace = {"tsfunc": tsfunc, "torch": torch}
+    exec("def call(x):\n    return tsfunc.vmap(torch.sin)(x) + 0", namespace)
+    call: Any = namespace["call"]
+    call.__code__ = call.__code__.replace(co_consts=(*call.__code__.co_consts, {}))
+    with pytest.raises(ValueError, match="in_dim=0"):
+        call(torch.ones(()))
+
+
 def test_gradients_reach_tensors_closed_over_by_a_specialized_function() -> None:
     compiled = torch.compile(lambda x: SPECIALIZED["a function"](x).sum(), backend="aot_eager")
     compiled(torch.zeros(2, 4)).backward()
@@ -187,6 +206,20 @@ def test_transforms_of_torch_func_do_not_break_the_graph(name: str) -> None:
 
 
 NAMED = tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})
+CONTRACT = {"x": tsfunc.MetaTensorType(["n", 4])}
+
+
+def squares() -> dict[str, Any]:
+    by_vjp = tsfunc.custom_vjp(lambda x: x * x)
+    by_vjp.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
+    by_jvp = tsfunc.custom_jvp(lambda x: x * x)
+    by_jvp.defjvp(lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0]))
+    by_vmap = tsfunc.custom_vmap(lambda x: x * x)
+    by_vmap.def_vmap(lambda size, batched, x: (x * x, batched[0]))
+    return {"custom_vjp": by_vjp, "custom_jvp": by_jvp, "custom_vmap": by_vmap}
+
+
+SQUARES = squares()
 # Calls with arguments that torch.func does not take, and of transforms that it does not have.
 BREAKING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in_dims by name": lambda w, x: tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})(w, x=x) + 1,
@@ -197,6 +230,12 @@ BREAKING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "memory_budget": lambda w, x: tsfunc.jacrev(torch.sin, memory_budget=2**20)(w) + 1,
     "linearize": lambda w, x: tsfunc.linearize(torch.sin, x)[1](x) + 1,
     "hvp": lambda w, x: tsfunc.hvp(scalar, (w,), (w,)),
+    "custom_vjp": lambda w, x: SQUARES["custom_vjp"](x) + 1,
+    "custom_jvp": lambda w, x: SQUARES["custom_jvp"](x) + 1,
+    "custom_vmap": lambda w, x: SQUARES["custom_vmap"](x) + 1,
+    "explain": lambda w, x: [tsfunc.explain(torch.sin, x), x + 1][1],
+    "specialize with descriptors": lambda w, x: tsfunc.specialize(scalar, CONTRACT)(x) + 1,
+    "specialize as a decorator": lambda w, x: tsfunc.specialize(CONTRACT)(scalar)(x) + 1,
 }
 
 

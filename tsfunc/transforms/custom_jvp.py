@@ -20,6 +20,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
@@ -109,6 +110,7 @@ class custom_jvp(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
+    @copy_outside_dynamo
     @folding("custom_jvp")
     @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:

@@ -11,6 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.current_level import at_level_of
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
@@ -91,6 +92,7 @@ class custom_vjp(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.fwd, self.bwd)
 
+    @copy_outside_dynamo
     @folding("custom_vjp")
     @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:

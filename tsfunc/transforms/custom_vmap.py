@@ -10,6 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
@@ -71,6 +72,7 @@ class custom_vmap(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
+    @copy_outside_dynamo
     @folding("custom_vmap")
     @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:

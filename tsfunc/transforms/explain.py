@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
 from tsfunc.bridge.tracers.boundaries import UserLines
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
@@ -211,6 +212,7 @@ def _cells(row: Sequence[str]) -> str:
     return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
 
 
+@copy_outside_dynamo
 @folding("explain")
 @restoring_thread_state
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:

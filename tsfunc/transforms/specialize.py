@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 import torch
 
 from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.errors import (
     DescriptorError,
 )
@@ -24,6 +25,17 @@ _Owner = TypeVar("_Owner")
 
 
 Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
+
+
+_NO_FUNCTIONS = (Mapping, Sequence, classmethod, staticmethod, property)
+
+
+def _specialize_in_dynamo(
+    func: Any = None, descriptors: Any = None, *, closure: Closure = "guard", **options: Any
+) -> Any:
+    """Return the function itself, whose call Dynamo traces; NotImplemented for a contract."""
+    contract = func is None or isinstance(func, _NO_FUNCTIONS) or descriptors is not None
+    return NotImplemented if contract or closure != "guard" else func
 
 
 @overload
@@ -82,6 +94,7 @@ def specialize(
     hoist: bool | Collection[str] = False,
 ) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
 @boundary("specialize", traceable=True)
+@delegate_in_dynamo(_specialize_in_dynamo)
 def specialize(
     func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
     descriptors: Descriptors | None = None,

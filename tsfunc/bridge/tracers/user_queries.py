@@ -48,9 +48,13 @@ class UserCode(TorchFunctionMode):
 
 
 class _QueryState(threading.local):
-    """Attribute ``transform_code``: True inside of :func:`transform_code`."""
+    """Attribute ``transform_code``: True inside of :func:`transform_code`.
 
-    transform_code = False
+    Each thread sets it before its first use: a frame of Dynamo may guard that it is not set.
+    """
+
+    def __init__(self) -> None:
+        self.transform_code = False
 
 
 _query_state = resets(_QueryState())
