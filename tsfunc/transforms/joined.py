@@ -10,7 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.ops.compressed import concatenate, is_compressed
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.tensor_collections import returned_collections
@@ -129,9 +129,7 @@ class _PartsJoiner:
 
     def add(self, start: int, value: torch.Tensor) -> None:
         self.parts.append(value)
-        inner: Any = value
-        while isinstance(inner, Tracer):
-            inner = getattr(inner, "value", None)
+        inner = innermost_value(value)
         if inner is not None:
             self.bytes += inner.numel() * inner.element_size()
 

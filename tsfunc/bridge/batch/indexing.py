@@ -27,6 +27,7 @@ from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.nesting import innermost_value, nested_tracers
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
@@ -166,11 +167,11 @@ def _common_count(counts: Any, item: slice) -> int:
     Raises:
         DataDependentError: the sizes differ, and a level with such a batch can't split it.
     """
-    every, splits = counts, True
-    while isinstance(every, BatchTracer):
-        if every.bdim is not None and every.dispatch_level.splitter is None:
-            splits = False
-        every = every.value
+    every = innermost_value(counts, BatchTracer)
+    splits = all(
+        tracer.bdim is None or tracer.dispatch_level.splitter is not None
+        for tracer in nested_tracers(counts, BatchTracer)
+    )
     if isinstance(every, Tracer) or every.numel() == 0:
         return int(every.min()) if every.numel() else 0
     low, high = int(every.min()), int(every.max())

@@ -15,6 +15,7 @@ import torch
 from tsfunc.bridge.batch.selections import Selection, spread, view_of
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.ops.refusal import require
 
@@ -33,12 +34,7 @@ def is_recorded_mask(item: Any, *others: Any) -> bool:
     level = innermost_level((item, *others))
     if level is None or not level.autograd:
         return False
-    value: Any = item
-    while isinstance(value, BatchTracer):
-        if value.bdim is not None:
-            return True
-        value = value.value
-    return False
+    return any(tracer.bdim is not None for tracer in nested_tracers(item, BatchTracer))
 
 
 def write_by_mask(

@@ -34,6 +34,7 @@ from tsfunc.bridge.tracers.function_registry import (
     FunctionRules,
     Stage,
 )
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.tracer import (
     HOOKED,
     NO_KWARGS,
@@ -210,11 +211,9 @@ def is_lazy(mask: Any) -> bool:
     """True if ``x[mask]`` is a selection: the mask is batched at a level without splits."""
     if not isinstance(mask, BatchTracer) or mask.dtype is not torch.bool:
         return False
-    value: Any = mask
-    while isinstance(value, BatchTracer):
-        if value.bdim is not None and value.dispatch_level.splitter is None:
-            return value.dispatch_level.batch_size > 0
-        value = value.value
+    for tracer in nested_tracers(mask, BatchTracer):
+        if tracer.bdim is not None and tracer.dispatch_level.splitter is None:
+            return bool(tracer.dispatch_level.batch_size > 0)
     return False
 
 

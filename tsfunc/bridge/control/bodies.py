@@ -40,6 +40,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
@@ -385,11 +386,7 @@ def rewrap_as(value: Any, stack: TracerStack) -> Any:
 
 
 def _any_recorded(value: Any) -> bool:
-    while isinstance(value, Tracer):
-        if is_recorded(value):
-            return True
-        value = getattr(value, "value", None)
-    return False
+    return any(map(is_recorded, nested_tracers(value)))
 
 
 class _BodyMode(TorchFunctionMode):

@@ -45,6 +45,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_e
 from tsfunc.bridge.tracers.checks import is_batched
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.recording import run_as
@@ -189,10 +190,9 @@ def trace_of(args: Sequence[Any]) -> TraceLevel | None:
     It is the trace of the first traced argument, at any depth, unless that records operators alone.
     """
     for arg in args:
-        while isinstance(arg, BatchTracer | GradTracer):
-            arg = arg.value
-        if isinstance(arg, TraceTracer):
-            level = arg.dispatch_level
+        inner = innermost_value(arg, BatchTracer | GradTracer)
+        if isinstance(inner, TraceTracer):
+            level = inner.dispatch_level
             return None if level.for_torch else level
     return None
 

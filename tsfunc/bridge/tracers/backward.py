@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
     Tracer,
@@ -109,11 +110,11 @@ def _graph_is_internal(value: Any) -> bool:
     """True if a value's graph is the function's own: autograd records on no value outside."""
     if not isinstance(value, Tracer) or not value.dispatch_level.alive:
         return False
-    while isinstance(value, Tracer):
-        if getattr(value, "tracks", False):  # traced: the program would record it
+    for tracer in nested_tracers(value):
+        if getattr(tracer, "tracks", False):  # traced: the program would record it
             return False
-        value = getattr(value, "value", None)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        inner = getattr(tracer, "value", None)
+        if isinstance(inner, torch.Tensor) and inner.requires_grad:
             return False
     return True
 

@@ -36,6 +36,7 @@ from torch.distributions import Distribution, constraints
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
@@ -187,9 +188,7 @@ def _raised(error_type: type[Exception], message: Callable[[], Any] | None) -> E
 
 def is_batched(value: Any) -> bool:
     """True for a tensor of a vmap, also one that other transforms differentiate by."""
-    while isinstance(value, GradTracer):
-        value = value.value
-    return isinstance(value, BatchTracer)
+    return isinstance(innermost_value(value, GradTracer), BatchTracer)
 
 
 # torch's functions for checks take batched tensors, and tensors of a trace.
@@ -230,9 +229,7 @@ def _assert_async(
 ) -> Any:
     """Name the examples that fail, where reading the condition does not wait for a device."""
     condition, *message = args
-    value: Any = condition
-    while isinstance(value, BatchTracer | GradTracer):
-        value = value.value
+    value = innermost_value(condition, BatchTracer | GradTracer)
     if not is_batched(condition) or type(value) is not torch.Tensor or not value.is_cpu:
         return NotImplemented
     if condition.numel() != 1:

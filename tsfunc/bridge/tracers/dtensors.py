@@ -27,7 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.interrupts import resets
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.errors import MissingRuleError
 
 
@@ -41,9 +41,7 @@ def holds_dtensor(value: Any) -> bool:
     """True if a value is a DTensor, or a transform's tensor with a DTensor inside."""
     if _dtensor() is None:
         return False
-    while isinstance(value, Tracer):
-        value = getattr(value, "value", None)
-    return is_dtensor(value)
+    return is_dtensor(innermost_value(value))
 
 
 def _dtensor() -> Any:

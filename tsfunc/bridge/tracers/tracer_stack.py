@@ -14,6 +14,7 @@ import torch
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.nesting import innermost_value, nested_tracers
 from tsfunc.bridge.tracers.tracer import TracerLevel
 
 
@@ -74,11 +75,12 @@ class TracerStack:
 
 def unwrap_all(value: Any) -> tuple[Any, TracerStack]:
     """Return the innermost value of a tracer, and the tracers around it."""
-    frames = []
-    while isinstance(value, BatchTracer | GradTracer):
-        frames.append(Frame(value.dispatch_level, getattr(value, "bdim", None)))
-        value = value.value
-    return value, TracerStack(tuple(frames))
+    kinds = BatchTracer | GradTracer
+    frames = [
+        Frame(tracer.dispatch_level, getattr(tracer, "bdim", None))
+        for tracer in nested_tracers(value, kinds)
+    ]
+    return innermost_value(value, kinds), TracerStack(tuple(frames))
 
 
 def stack_of(frames: Mapping[int, Frame]) -> TracerStack:

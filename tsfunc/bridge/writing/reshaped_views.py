@@ -26,6 +26,7 @@ from tsfunc.bridge.sizes.strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
@@ -194,11 +195,7 @@ def _reshaping(
 
 def _lies_between(x: Any) -> bool:
     """True if a batch dim is not in front of the dims of an example."""
-    while isinstance(x, BatchTracer):
-        if x.bdim:
-            return True
-        x = x.value
-    return False
+    return any(tracer.bdim for tracer in nested_tracers(x, BatchTracer))
 
 
 def memory_under_views(x: torch.Tensor) -> Any:
@@ -209,12 +206,11 @@ def memory_under_views(x: torch.Tensor) -> Any:
 
 def is_argument(x: Any, memory: Any) -> bool:
     """True if the memory is that of an argument of one of the tensor's levels."""
-    while isinstance(x, BatchTracer):
-        for value in pytrees.leaves_of(x.dispatch_level.outside_roots[1:]):
-            if isinstance(value, torch.Tensor) and memory_under_views(value) == memory:
-                return True
-        x = x.value
-    return False
+    return any(
+        isinstance(value, torch.Tensor) and memory_under_views(value) == memory
+        for tracer in nested_tracers(x, BatchTracer)
+        for value in pytrees.leaves_of(tracer.dispatch_level.outside_roots[1:])
+    )
 
 
 def _native_group_norm(

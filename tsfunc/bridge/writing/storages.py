@@ -9,17 +9,14 @@ from __future__ import annotations
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.tracer import Tracer
 
 
 def physical(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor with memory at the bottom of a stack of tracers, or None."""
-    while isinstance(tensor, Tracer):
-        value = getattr(tensor, "value", None)
-        if not isinstance(value, torch.Tensor):
-            return None
-        tensor = value
-    return tensor
+    value = innermost_value(tensor)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

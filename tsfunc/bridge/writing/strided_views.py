@@ -24,8 +24,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
-from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.reshaped_views import is_argument, memory_under_views, strides_alone
 from tsfunc.bridge.writing.reshaping import reshape_in_place
 
@@ -76,11 +76,9 @@ def _check(
     Raises:
         RuntimeError: the view addresses elements of other examples, or has two meanings.
     """
-    x = input
-    while isinstance(x, Tracer):
-        if isinstance(x, BatchTracer) and _is_interleaved(x):
-            _check_level(x, tuple(size), tuple(stride), storage_offset, writes)
-        x = getattr(x, "value", None)
+    for tracer in nested_tracers(input):
+        if isinstance(tracer, BatchTracer) and _is_interleaved(tracer):
+            _check_level(tracer, tuple(size), tuple(stride), storage_offset, writes)
 
 
 def _is_interleaved(x: BatchTracer) -> bool:

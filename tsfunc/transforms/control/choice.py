@@ -16,6 +16,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import is_batched_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.nesting import innermost_value, nested_tracers
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 
@@ -149,18 +150,14 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
 
 def _known(value: Any) -> bool:
     """True if the data of a tensor can be read directly."""
-    while isinstance(value, BatchTracer | GradTracer):
-        if isinstance(value, BatchTracer) and value.bdim is not None:
-            return False
-        value = value.value
-    return not isinstance(value, Tracer)
+    kinds = BatchTracer | GradTracer
+    batched = (getattr(x, "bdim", None) is not None for x in nested_tracers(value, kinds))
+    return not any(batched) and not isinstance(innermost_value(value, kinds), Tracer)
 
 
 def read(values: Any) -> torch.Tensor:
     """Return the data of a known tensor."""
-    while isinstance(values, Tracer):
-        values = values.value  # type: ignore[attr-defined]
-    known: torch.Tensor = values
+    known: torch.Tensor = innermost_value(values)
     return known
 
 

@@ -29,7 +29,7 @@ from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.trace.trace_rules import records_outside
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.collectives import pmax, pmin, psum
@@ -82,12 +82,11 @@ def _is_seen_outside(
         value = as_seen_by_current_level(x)
         if not traced and is_perturbed(value):
             return True
-        while isinstance(value, Tracer):
-            if isinstance(value, TraceTracer) and records_outside(value):
+        for tracer in nested_tracers(value):
+            if isinstance(tracer, TraceTracer) and records_outside(tracer):
                 return True
-            if not traced and value.dispatch_level in outer:
+            if not traced and tracer.dispatch_level in outer:
                 return True
-            value = getattr(value, "value", None)
     return False
 
 

@@ -1,0 +1,35 @@
+"""Walks from a tracer to the values inside of it.
+
+The value of a tracer may be a tracer of an outer level, and so on, down to a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tsfunc.bridge.tracers.tracer import Tracer
+
+
+def nested_tracers(value: Any, kinds: Any = Tracer) -> Iterator[Any]:
+    """Yield a tracer and the tracers inside of it, the innermost level's first.
+
+    Args:
+        value: the tracer; nothing is yielded for another value.
+        kinds: the class of tracers, or a union of classes; a tracer of another class ends the walk.
+    """
+    while isinstance(value, kinds):
+        yield value
+        value = getattr(value, "value", None)
+
+
+def innermost_value(value: Any, kinds: Any = Tracer) -> Any:
+    """Return the value inside of all tracers of some classes; other values are returned unchanged.
+
+    Args:
+        value: the value.
+        kinds: the class of tracers, or a union of classes.
+    """
+    while isinstance(value, kinds):
+        value = getattr(value, "value", None)
+    return value
