@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tsfunc import cli
-from tsfunc.rage.recorder import EventRecorder
+from tsfunc.rage.event_recorder import EventRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
 

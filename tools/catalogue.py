@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tsfunc.bridge.tracers.schemas import registered, signature_of
 from tsfunc.ops.catalogue.counts import CENSUS_2020
-from tsfunc.ops.catalogue.table import PATH, read_table, render, tabulate
+from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence, Trial
 from tsfunc.ops.registry import Category
 

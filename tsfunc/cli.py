@@ -30,7 +30,7 @@ from tsfunc.errors import (
 )
 from tsfunc.ops.catalogue import counts
 from tsfunc.ops.catalogue.lookup import overloads_of
-from tsfunc.rage.recorder import folder_of_files
+from tsfunc.rage.event_recorder import folder_of_files
 from tsfunc.transforms.specialize import load
 from tsfunc.transforms.specialized import LoadedFunction
 

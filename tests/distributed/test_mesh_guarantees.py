@@ -12,8 +12,8 @@ from torch import Tensor
 import tsfunc
 from tests.distributed.checks import Check, failures, mesh_of
 from tsfunc import P, VirtualMesh, shard_map
+from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import split_check
-from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
 

@@ -1,7 +1,7 @@
 """Calls for every row of the registry, made from its operator's schema.
 
-Which ranks an operator takes together is what the catalogue found by trying; sizes agree, numbers
-follow from the names of the arguments (``tsfunc/ops/catalogue/arguments.py``), values are drawn.
+The catalogue found by trials which ranks an operator takes together. Sizes agree, numbers follow
+from the names of the arguments (``tsfunc/ops/catalogue/trial_arguments.py``), and values are drawn.
 Where a schema does not say enough, ``registry_examples.py`` has calls written by hand.
 """
 
@@ -17,9 +17,14 @@ import torch
 
 from tests.ops.registry_examples import examples
 from tsfunc.ops import lookup
-from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings, tensor_arguments
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form
+from tsfunc.ops.catalogue.trial_arguments import (
+    TrialParameters,
+    arguments,
+    settings,
+    tensor_arguments,
+)
 
 Call = tuple[list[Any], dict[str, Any]]
 MOST = 4  # choices of ranks for one operator

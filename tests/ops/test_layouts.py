@@ -11,7 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import tsfunc
-from tsfunc.ops.layouts import channels_last
+from tsfunc.ops.channels_last import channels_last
 
 IMAGES = torch.randn(3, 2, 8, 4, 5)
 VOLUMES = torch.randn(3, 2, 4, 3, 2, 5)

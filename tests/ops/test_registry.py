@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tsfunc
-import tsfunc.bridge.mesh.operators  # defines the operators of mesh axes, which have rows
+import tsfunc.bridge.mesh.mesh_operators  # defines the operators of mesh axes, which have rows
 from tests.ops.harness import SIZE, Level, check, overload, plan, vary
 from tests.ops.registry_calls import calls
 from tests.ops.registry_examples import (

@@ -20,7 +20,7 @@ from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import Guard, GuardFunction
 from tsfunc.program.fields import Field
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode
 from tsfunc.program.guarding import guards, trace_guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.guards import ARGUMENT_KINDS, ArgumentGuard

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import tsfunc
 from tsfunc import errors, rage
-from tsfunc.rage import recorder as keeping
-from tsfunc.rage.recorder import LONGEST, EventRecorder, scrubbed
+from tsfunc.rage import event_recorder as keeping
+from tsfunc.rage.event_recorder import LONGEST, EventRecorder, scrubbed
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc import functional_optimizer, grad, scan, specialize, vmap
-from tsfunc.bridge.tracers import optimizers as bridge
+from tsfunc.bridge.tracers import optimizer_state as bridge
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -19,13 +19,13 @@ from tsfunc.bridge.batch import (
     batching_functions,
     composites,
     foreach,
-    indexing,
     masks,
     recurrent_layers,
     selection_items,
     selection_rows,
     selection_sums,
     symbolic_composites,
+    tracer_indices,
 )
 from tsfunc.bridge.grad import (
     checkpoints,
@@ -54,9 +54,9 @@ from tsfunc.ops.catalogue.reader import install
 # The modules that declare function rules.
 _RULES = (
     attributes, backward, batching_functions, checks, composites, compressed, data_methods,
-    foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
-    selection_items, selection_rows, selection_sums, strided_views, symbolic_composites,
-    tensor_guards, trace_rules, writes,
+    foreach, tracer_indices, kernel_sizes, masks, methods, recurrent_layers, reshaped_views,
+    reshaping, selection_items, selection_rows, selection_sums, strided_views,
+    symbolic_composites, tensor_guards, trace_rules, writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.channels_last import channels_last
 from tsfunc.ops.dims import align, batch_to_front, expand_to_front
-from tsfunc.ops.layouts import channels_last
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.channels_last import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.dims import (
     NoExamples,
     batch_to_front,
@@ -19,7 +20,6 @@ from tsfunc.ops.dims import (
     with_defaults,
     wrap_dim,
 )
-from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.reductions import flatten_examples
 from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.channels_last import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.dims import (
     batch_to_front,
     expand_to_front,
@@ -16,7 +17,6 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap_dim,
 )
-from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
 

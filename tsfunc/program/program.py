@@ -240,20 +240,20 @@ class Program(ProgramData):
         """
         # A local import: files need safetensors, which `import tsfunc` does not require.
         from tsfunc.program.files.archive import replace_file
-        from tsfunc.program.files.functions import function_bytes, program_to_save
+        from tsfunc.program.files.saved_functions import function_bytes, program_to_save
 
         replace_file(Path(path), function_bytes(program_to_save(self)))
 
     def __reduce__(self) -> Any:
         """Pickle the program as its file."""
-        from tsfunc.program.files.functions import pickled, program_to_save
+        from tsfunc.program.files.saved_functions import pickled, program_to_save
 
         return Program._unpickled, pickled(program_to_save(self))
 
     @classmethod
     def _unpickled(cls, data: bytes, classes: Mapping[str, type]) -> Program:
         """Return the program of a file with one program."""
-        from tsfunc.program.files.functions import read_function
+        from tsfunc.program.files.saved_functions import read_function
 
         (answer,) = read_function(io.BytesIO(data), "pickle", classes, None).answers
         return cls.of(answer.program)

@@ -14,7 +14,7 @@ The public names are in ``__all__``. The modules of the package are private.
 from __future__ import annotations
 
 from tsfunc.rage.bundles import Run, bundle, runs
-from tsfunc.rage.recorder import Event, events, record
+from tsfunc.rage.event_recorder import Event, events, record
 
 __all__ = ["Event", "Run", "bundle", "events", "record", "runs"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsfunc.rage.recorder import SUFFIX, Event, events, folder_of_files, heading
+from tsfunc.rage.event_recorder import SUFFIX, Event, events, folder_of_files, heading
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from tsfunc import ops
-from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import Trial
+from tsfunc.ops.catalogue.trial_arguments import TrialParameters, arguments, settings
 from tsfunc.ops.registry import Category
 from tsfunc.types import Dim, MetaTensorType
 

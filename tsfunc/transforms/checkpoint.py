@@ -30,10 +30,10 @@ from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states
 from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.transforms.arguments import like, with_replaced
+from tsfunc.transforms.argnums import like, with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
+from tsfunc.transforms.control.control_recording import filled
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
-from tsfunc.transforms.control.recording import filled
 from tsfunc.user_code import folding
 
 _Result = TypeVar("_Result")

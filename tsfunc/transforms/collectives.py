@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control import collectives as physical
-from tsfunc.bridge.control.collectives import Axis
+from tsfunc.bridge.control import axis_collectives as physical
+from tsfunc.bridge.control.axis_collectives import Axis
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.user_code import folding
 

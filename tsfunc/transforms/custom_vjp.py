@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.arguments import like
+from tsfunc.transforms.argnums import like
 from tsfunc.transforms.custom_rules import (
     Result,
     Rule,

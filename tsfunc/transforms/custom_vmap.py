@@ -14,7 +14,7 @@ from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
-from tsfunc.transforms.arguments import with_replaced
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply

@@ -13,7 +13,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.effects import Effect, example_indices
+from tsfunc.bridge.control.effect_operator import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
 from tsfunc.bridge.tracers.checks import examples_text
 from tsfunc.bridge.tracers.dynamo import outside_dynamo

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
-from tsfunc.transforms.arguments import with_replaced
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 

@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.errors import MissingRuleError
-from tsfunc.transforms.arguments import (
+from tsfunc.transforms.argnums import (
     flatten_output,
     is_nested,
     level_of,

@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
-from tsfunc.transforms.arguments import flatten_tensors, split_aux
+from tsfunc.transforms.argnums import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, converted
 from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solve_equation, transpose
 from tsfunc.transforms.forward import jvp

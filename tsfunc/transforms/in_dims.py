@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.transforms.arguments import is_nested
+from tsfunc.transforms.argnums import is_nested
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 from tsfunc.types.values import is_array
 

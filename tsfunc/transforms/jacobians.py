@@ -14,7 +14,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.transforms.arguments import (
+from tsfunc.transforms.argnums import (
     Argnums,
     check_argnums,
     flatten_tensors,

@@ -13,7 +13,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
-from tsfunc.transforms.arguments import flatten_output
+from tsfunc.transforms.argnums import flatten_output
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, record
 from tsfunc.types import MetaTensorType

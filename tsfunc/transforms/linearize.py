@@ -11,7 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
+from tsfunc.transforms.argnums import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.bridge.tracers.optimizer_state import make_state
 from tsfunc.bridge.tracers.torch_settings import as_if_compiling
 from tsfunc.user_code import folded_class, folding
 

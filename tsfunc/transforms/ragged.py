@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
-from tsfunc.transforms.arguments import is_nested
+from tsfunc.transforms.argnums import is_nested
 from tsfunc.transforms.chunk_sizes import ChunkSizes
 from tsfunc.transforms.in_dims import mapped
 from tsfunc.transforms.out_dims import match_out_dims

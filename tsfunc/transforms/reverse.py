@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.errors import EscapedTracerError
-from tsfunc.transforms.arguments import (
+from tsfunc.transforms.argnums import (
     Argnums,
     check_argnums,
     flatten_output,

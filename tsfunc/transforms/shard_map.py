@@ -2,8 +2,8 @@
 
 The body runs once on each rank, on plain tensors. Levels bind the names of the mesh axes for
 collectives. The conversions of inputs and outputs are exchanges among the ranks too:
-NOTE [exchanges] in ``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as
-nested vmaps.
+NOTE [exchanges] in ``bridge/mesh/mesh_operators``. Over a :class:`VirtualMesh` the same body runs
+as nested vmaps.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
+from tsfunc.bridge.mesh.mesh_operators import outermost_trace
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
-from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.transforms.consts import consts_of
-from tsfunc.transforms.control.arguments import also_called
+from tsfunc.transforms.control.call_forms import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.transforms.arguments import (
+from tsfunc.transforms.argnums import (
     Argnums,
     flatten_output,
     flatten_tensors,

@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DataDependentError
 from tsfunc.program.graphs.dependence import dependence
-from tsfunc.transforms.arguments import Argnums, like
+from tsfunc.transforms.argnums import Argnums, like
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp

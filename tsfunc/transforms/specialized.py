@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.trace.trace_rules import guard_or_none
@@ -49,7 +49,7 @@ from tsfunc.program.calling.user_assertions import raise_user_assertion
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.closure.guard_codegen import GuardTexts
 from tsfunc.program.graphs.backends import resolve
-from tsfunc.program.graphs.lowering import arguments_for
+from tsfunc.program.graphs.example_arguments import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
@@ -59,7 +59,7 @@ from tsfunc.types.reading import signature_of
 from tsfunc.user_code import fold, is_boundary, name_of, spelled, warn
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
-    from tsfunc.program.files.state import CellState
+    from tsfunc.program.files.program_state import CellState
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -410,7 +410,7 @@ class Specialized(Generic[_Params, _Result]):
         # Imported here: files need safetensors, which `import tsfunc` must not import.
         from tsfunc.program.calling.saving import function_to_save
         from tsfunc.program.files.archive import replace_file
-        from tsfunc.program.files.functions import function_bytes
+        from tsfunc.program.files.saved_functions import function_bytes
 
         exact = exact or not self._has_function
         saved = function_to_save(self.target, self.cache, programs, exact)
@@ -429,7 +429,7 @@ class Specialized(Generic[_Params, _Result]):
             options = cache.limit, target.closure, cache.auto_widen, self._backend, target.hoist
             return type(self), (self.func, described, *options)
         from tsfunc.program.calling.saving import function_to_save
-        from tsfunc.program.files.functions import pickled
+        from tsfunc.program.files.saved_functions import pickled
 
         exact = not self._has_function
         return _unpickled, pickled(function_to_save(self.target, self.cache, (), exact))
@@ -561,7 +561,7 @@ def read_loaded(
         device: the device in place of those in the file.
     """
     # Imported here: files need safetensors, which `import tsfunc` must not import.
-    from tsfunc.program.files.functions import read_function
+    from tsfunc.program.files.saved_functions import read_function
     from tsfunc.transforms.control import cond, loops  # noqa: F401  what a program may run
 
     saved = read_function(file, label, classes, device)

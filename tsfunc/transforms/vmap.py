@@ -28,7 +28,7 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, sync_all
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.dispatch.state import tls
-from tsfunc.transforms.arguments import is_nested
+from tsfunc.transforms.argnums import is_nested
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,

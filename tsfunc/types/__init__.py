@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         TSTuple,
         TSTupleOf,
     )
-    from tsfunc.types.control_flow import check_carry, differences, join_branches
+    from tsfunc.types.control_flow_types import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
     from tsfunc.types.dims import Dim, DimForm, DimSpec
     from tsfunc.types.futures import TSFuture, TSRRef
@@ -106,7 +106,7 @@ else:
             "check_context": "Mismatch",
             "checker": "check",
             "containers": "TSDict TSFields TSList TSNamedTuple TSPytree TSTuple TSTupleOf",
-            "control_flow": "check_carry differences join_branches",
+            "control_flow_types": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
             "dims": "Dim DimForm DimSpec",
             "futures": "TSFuture TSRRef",

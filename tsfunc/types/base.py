@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tsfunc.errors import AnnotationError
+from tsfunc.types.check_codegen import CheckCode
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import CheckCode
 from tsfunc.types.dims import DimForm
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.size_matching import SizeMatch

@@ -13,9 +13,9 @@ import torch
 from tsfunc.errors import AnnotationError
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.base import TSAllType, TSType
+from tsfunc.types.check_codegen import Fits, generate, never
 from tsfunc.types.check_context import CheckContext, Mismatch
 from tsfunc.types.classes import interface_methods
-from tsfunc.types.codegen import Fits, generate, never
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype

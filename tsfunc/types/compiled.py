@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.types.check_codegen import CallCheck, generate_check
 from tsfunc.types.check_context import Mismatch
 from tsfunc.types.checker import TypeCheck
-from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.disjoint import are_disjoint

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.base import ComposedType, Order, TSType
+from tsfunc.types.check_codegen import CheckCode
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import CheckCode
 from tsfunc.types.futures import LaterType
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.single import ANY, BOOL, FLOAT, INT, NONE, STR, TSTensor, literal

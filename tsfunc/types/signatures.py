@@ -18,10 +18,10 @@ import torch
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.types.annotation import Scope, attribute_types, from_annotation
 from tsfunc.types.base import TSAllType, TSType
+from tsfunc.types.check_codegen import generate_call, never
 from tsfunc.types.check_context import Mismatch
 from tsfunc.types.checker import decide, leaves_names_open, mismatches
 from tsfunc.types.classes import interface_methods, nominal_type
-from tsfunc.types.codegen import generate_call, never
 from tsfunc.types.containers import TSFields, TSNamedTuple
 from tsfunc.types.futures import TSFuture, TSRRef
 from tsfunc.types.grammar import require_type

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from tsfunc.types.base import SINGLE, Order, TSAllType, TSType
+from tsfunc.types.check_codegen import CheckCode
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import CheckCode
 from tsfunc.types.dims import DimForm
 from tsfunc.types.meta import MetaTensorType, describes_less
 from tsfunc.types.values import Path, class_name, describe, literal_text, same_value

@@ -16,7 +16,7 @@ from tsfunc.ops import Category, all_rows, lookup
 from tsfunc.ops.catalogue import lookup as module
 from tsfunc.ops.catalogue.counts import CENSUS_2020, rows
 from tsfunc.ops.catalogue.facts import ResultDims
-from tsfunc.ops.catalogue.table import read_table
+from tsfunc.ops.catalogue.operator_table import read_table
 
 
 def test_an_entry() -> None:

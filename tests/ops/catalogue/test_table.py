@@ -12,7 +12,7 @@ from tools.catalogue import PAGE, try_all, with_census
 from tsfunc.bridge.tracers.schemas import registered, signature_of
 from tsfunc.ops import Category, all_rows
 from tsfunc.ops.catalogue.decisions import read
-from tsfunc.ops.catalogue.table import PATH, read_table, render, tabulate
+from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence
 
 TABLE = read_table()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tsfunc.bridge.tracers.schemas import registered
-from tsfunc.ops.catalogue.arguments import arguments, settings
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import RANKS, _choices
+from tsfunc.ops.catalogue.trial_arguments import arguments, settings
 
 KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int, "float": float, "number": (int, float), "bool": bool, "str": str,

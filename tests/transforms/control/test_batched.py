@@ -23,7 +23,7 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.transforms.control import batched
+from tsfunc.transforms.control import physical_batches as batched
 
 W = torch.linspace(-0.5, 1, 3, dtype=torch.float64)
 

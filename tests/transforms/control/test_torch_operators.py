@@ -23,7 +23,7 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.transforms.control import operators
+from tsfunc.transforms.control import control_operators as operators
 
 X = torch.tensor([0.5, -1.5, 2.0])
 W = torch.tensor([0.1, 0.2, 0.3])

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 
-from tsfunc.bridge.batch.indexing import masked_items
 from tsfunc.bridge.batch.masks import write_by_mask
 from tsfunc.bridge.batch.selections import (
     Given,
@@ -18,6 +17,7 @@ from tsfunc.bridge.batch.selections import (
     selections_in,
     together,
 )
+from tsfunc.bridge.batch.tracer_indices import masked_items
 from tsfunc.bridge.tracers.function_registry import WRITERS
 from tsfunc.ops.dims import wrap_dim as wrap_dim
 from tsfunc.ops.refusal import require

@@ -26,7 +26,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.control.collectives import axis_index
+from tsfunc.bridge.control.axis_collectives import axis_index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
 from tsfunc.bridge.tracers.interrupts import undoing

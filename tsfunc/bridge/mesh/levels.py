@@ -2,7 +2,7 @@
 
 The examples of a mesh axis are ranks, so each process has one example, as a plain tensor. Operators
 on it are plain torch calls; only collectives look up the level (``level_named`` in
-``bridge/control/collectives``). Inner levels capture the level, and so does code that runs the
+``bridge/control/axis_collectives``). Inner levels capture the level, and so does code that runs the
 function again (checkpoints, the user's rules in a backward pass).
 """
 
@@ -18,8 +18,8 @@ import torch
 
 from tsfunc.bridge.mesh.agreement import agree
 from tsfunc.bridge.mesh.exchanges import exchange_over
+from tsfunc.bridge.mesh.mesh_operators import axis_index, in_trace, is_plain_exchange, mapped
 from tsfunc.bridge.mesh.meshes import Mesh
-from tsfunc.bridge.mesh.operators import axis_index, in_trace, is_plain_exchange, mapped
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using

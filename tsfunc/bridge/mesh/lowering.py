@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tsfunc.bridge.mesh.exchanges import own_copy, permuted_counts, result_dtype
+from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP
 from tsfunc.bridge.mesh.meshes import mesh_named, split_check
-from tsfunc.bridge.mesh.operators import INDEX, MAP
 
 
 def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Any:

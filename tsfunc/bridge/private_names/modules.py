@@ -81,7 +81,7 @@ def _functional_handler() -> None:
 def _optimizer_state() -> None:
     from torch.optim import optimizer as base
 
-    from tsfunc.bridge.tracers.optimizers import make_state
+    from tsfunc.bridge.tracers.optimizer_state import make_state
 
     param = torch.ones(2, requires_grad=True)
     param.grad = torch.ones(2)

@@ -27,7 +27,7 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import Function
 
-from tsfunc.bridge.trace.backends import can_run_compiled
+from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 
 Run = Callable[..., Sequence[Any]]

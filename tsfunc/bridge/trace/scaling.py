@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.bridge.tracers.optimizer_state import make_state
 from tsfunc.errors import DataDependentError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops.catalogue.facts import Facts
+from tsfunc.ops.catalogue.operator_table import Classifier, Line, read_table
 from tsfunc.ops.catalogue.reader import reader
-from tsfunc.ops.catalogue.table import Classifier, Line, read_table
 from tsfunc.ops.catalogue.trial import Evidence, Trial
 from tsfunc.ops.registry import Category, Rule, find
 from tsfunc.user_code import code_location

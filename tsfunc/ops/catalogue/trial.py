@@ -15,8 +15,13 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings, tensor_arguments
 from tsfunc.ops.catalogue.signature import OperatorSignature
+from tsfunc.ops.catalogue.trial_arguments import (
+    TrialParameters,
+    arguments,
+    settings,
+    tensor_arguments,
+)
 
 RANKS = range(7)
 _AT_ONE_SETTING = 400  # calls

@@ -15,7 +15,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
-from tsfunc.bridge.trace.backends import Backend
+from tsfunc.bridge.trace.graph_compilers import Backend
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import transform_code

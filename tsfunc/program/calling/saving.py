@@ -21,9 +21,9 @@ from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import CacheMiss
-from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes
+from tsfunc.program.files.program_state import is_current
 from tsfunc.program.files.programs import storable
-from tsfunc.program.files.state import is_current
+from tsfunc.program.files.saved_functions import SavedFunction, SavedProgram, refuse_attributes
 from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.program import Program

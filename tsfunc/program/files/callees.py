@@ -20,8 +20,8 @@ import torch
 import torch.fx
 
 from tsfunc.program.fields import Field
-from tsfunc.program.files.operators import NUMBER, TENSOR
-from tsfunc.program.files.values import NoFileForm, printable
+from tsfunc.program.files.json_values import NoFileForm, printable
+from tsfunc.program.files.operator_calls import NUMBER, TENSOR
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import every_node
 from tsfunc.types import Dim

@@ -33,7 +33,8 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
-from tsfunc.program.files.operators import (
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.operator_calls import (
     NAMES_OF_FUNCTIONS,
     NOTHING,
     NUMBER,
@@ -49,7 +50,6 @@ from tsfunc.program.files.operators import (
     operator_named,
 )
 from tsfunc.program.files.tensors import TensorReader
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.codegen import line_of
 from tsfunc.user_code import source_line
 

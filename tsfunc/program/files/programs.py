@@ -23,10 +23,7 @@ from tsfunc.program.closure.results import InputRef
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
 from tsfunc.program.files.graphs import ClosureValues, GraphReader, encode_graph
-from tsfunc.program.files.operators import NodeTypes
-from tsfunc.program.files.state import FileContext, ProgramState, StateWriter
-from tsfunc.program.files.tensors import TensorWriter
-from tsfunc.program.files.values import (
+from tsfunc.program.files.json_values import (
     NoFileForm,
     Trees,
     ValueReader,
@@ -34,6 +31,9 @@ from tsfunc.program.files.values import (
     encode_tree,
     printable,
 )
+from tsfunc.program.files.operator_calls import NodeTypes
+from tsfunc.program.files.program_state import FileContext, ProgramState, StateWriter
+from tsfunc.program.files.tensors import TensorWriter
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments

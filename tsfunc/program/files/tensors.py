@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from tsfunc.errors import FileFormatError
 from tsfunc.program.fields import Field
-from tsfunc.program.files.values import (
+from tsfunc.program.files.json_values import (
     NoFileForm,
     ValueReader,
 )

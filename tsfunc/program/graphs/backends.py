@@ -31,21 +31,21 @@ import torch.fx
 
 from tsfunc.bridge.mesh.agreement import agree_on_program
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
-from tsfunc.bridge.mesh.operators import MAP
+from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.backends import (
+from tsfunc.bridge.trace.compiled_derivatives import (
+    call_differentiably,
+    refuse_second_derivative,
+    without_donated_buffers,
+)
+from tsfunc.bridge.trace.graph_compilers import (
     Backend,
     CompilerFailed,
     any_wrapped,
     backend_of,
     can_run_compiled,
     inductor,
-)
-from tsfunc.bridge.trace.compiled_derivatives import (
-    call_differentiably,
-    refuse_second_derivative,
-    without_donated_buffers,
 )
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state

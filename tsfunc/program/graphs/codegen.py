@@ -23,8 +23,8 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
+from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import split_check
-from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import METHODS, TorchOperator, fast_function, runs_in_cpp

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from tsfunc.bridge.trace.backends import READS
+from tsfunc.bridge.trace.graph_compilers import READS
 
 _aten = torch.ops.aten
 

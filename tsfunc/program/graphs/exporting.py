@@ -27,8 +27,8 @@ from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.graphs.example_arguments import sizes_for
 from tsfunc.program.graphs.graph_module import graph_module
-from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import WatchedPlaceholder

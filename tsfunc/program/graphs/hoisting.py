@@ -39,7 +39,7 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.sizes.fake_results import storage_address
-from tsfunc.bridge.trace.backends import can_run_compiled
+from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.write_counts import write_counts

@@ -11,7 +11,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.mesh.exchanges import COLLECTIVES
-from tsfunc.bridge.mesh.operators import MAP
+from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.types.values import plain_name
 
 # --- properties of a program's values that are known before it runs

@@ -37,7 +37,7 @@ from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
-from tsfunc.types.codegen import refused_sizes
+from tsfunc.types.check_codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.sizes import solved_for
 from tsfunc.types.values import describe, plain_name, same_float, same_value, tensor_text

@@ -17,8 +17,8 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
+from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP, transposed
 from tsfunc.bridge.mesh.meshes import sizes_of
-from tsfunc.bridge.mesh.operators import INDEX, MAP, transposed
 from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_pure
 
 _NONE: Axes = frozenset()

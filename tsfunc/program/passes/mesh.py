@@ -17,8 +17,8 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import sizes_of, split_check
-from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node

@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, bind_arguments, operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
+from tsfunc.program.passes.compose_views import compose_views
 from tsfunc.program.passes.effects import (
     Aliases,
     checks,
@@ -45,7 +46,6 @@ from tsfunc.program.passes.effects import (
 )
 from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
 from tsfunc.program.passes.verify import verify
-from tsfunc.program.passes.views import compose_views
 
 # --- dead code: nodes whose results are not used
 

@@ -30,9 +30,10 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.transforms.control import batched, in_torch
+from tsfunc.transforms.control import in_torch
+from tsfunc.transforms.control import physical_batches as batched
 from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
-from tsfunc.transforms.control.arguments import (
+from tsfunc.transforms.control.call_forms import (
     Batching,
     also_called,
     check_batching,
@@ -47,6 +48,8 @@ from tsfunc.transforms.control.choice import (
     predicate_of,
     read,
 )
+from tsfunc.transforms.control.control_operators import Switch, run_by
+from tsfunc.transforms.control.control_recording import record_switch
 from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
@@ -54,7 +57,6 @@ from tsfunc.transforms.control.derived_operators import (
     pull_back,
     push_forward,
 )
-from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import (
     check_branches,
@@ -67,7 +69,6 @@ from tsfunc.transforms.control.rank_agreement import (
     agreed_predicate,
     axes_of_exchanges,
 )
-from tsfunc.transforms.control.recording import record_switch
 
 Branch = Callable[..., Any]
 _Result = TypeVar("_Result")

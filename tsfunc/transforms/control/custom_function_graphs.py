@@ -16,13 +16,13 @@ from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph
-from tsfunc.program.files.values import NoFileForm
-from tsfunc.program.graphs.lowering import sizes_for
+from tsfunc.program.files.json_values import NoFileForm
+from tsfunc.program.graphs.example_arguments import sizes_for
 from tsfunc.program.guarding.call_spec import conditions_among, placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
 from tsfunc.program.guarding.trace_guards import Property
 from tsfunc.program.program import Program
-from tsfunc.transforms.control.functions import OperandType, PythonCallee
+from tsfunc.transforms.control.autograd_functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import RuleCall
 from tsfunc.transforms.equations import TENSOR
 from tsfunc.types import Dim, DimExpr, DimForm

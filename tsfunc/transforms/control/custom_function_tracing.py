@@ -25,7 +25,8 @@ from tsfunc.bridge.grad.mapped_function import FunctionContext, differentiable, 
 from tsfunc.bridge.grad.once_differentiable import is_marked
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.program.files.callees import CalleeGraph, CalleeWriter, TracedCallee
-from tsfunc.program.files.values import NoFileForm
+from tsfunc.program.files.json_values import NoFileForm
+from tsfunc.transforms.control.autograd_functions import OperandType, PythonCallee
 from tsfunc.transforms.control.custom_function_graphs import (
     DimNames,
     PassedTree,
@@ -42,7 +43,6 @@ from tsfunc.transforms.control.custom_functions import (
     LinearSolution,
     RootSolution,
 )
-from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
 from tsfunc.transforms.custom_vjp import custom_vjp, pulled_by_rule

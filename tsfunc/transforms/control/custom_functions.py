@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.program.files.callees import CalleeGraph, PartType, TracedCallee, register_callee
-from tsfunc.program.files.operators import TENSOR
+from tsfunc.program.files.operator_calls import TENSOR
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import apply
 from tsfunc.transforms.custom_vjp import custom_vjp

@@ -29,7 +29,7 @@ from tsfunc.bridge.control.control_flow import (
     ReducedOperator,
     random_state,
 )
-from tsfunc.bridge.control.effects import muted
+from tsfunc.bridge.control.effect_operator import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
@@ -37,7 +37,7 @@ from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
 from tsfunc.program.passes.simplify import simplify_part
-from tsfunc.transforms.arguments import with_replaced
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.choice import read
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.torch_operators import (
+from tsfunc.bridge.control.torch_control_flow import (
     torch_associative_scan,
     torch_map,
     torch_scan,
@@ -23,7 +23,7 @@ from tsfunc.bridge.control.torch_operators import (
     torch_tree_map,
     torch_while_loop,
 )
-from tsfunc.transforms.control.arguments import operands_of
+from tsfunc.transforms.control.call_forms import operands_of
 
 _Function = Callable[..., Any]
 

@@ -26,7 +26,7 @@ from tsfunc.bridge.tracers.draw_keys import (
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.checkpoint import run as run_checkpointed
-from tsfunc.transforms.control import batched
+from tsfunc.transforms.control import physical_batches as batched
 from tsfunc.transforms.control.active import SubsetGroup, repeat
 from tsfunc.transforms.control.choice import (
     BatchedChoice,
@@ -38,6 +38,8 @@ from tsfunc.transforms.control.choice import (
     truth_of,
     values_at,
 )
+from tsfunc.transforms.control.control_operators import Checkpoint, While, run_by
+from tsfunc.transforms.control.control_recording import record_while
 from tsfunc.transforms.control.derived_operators import (
     DerivativeOperands,
     Pullback,
@@ -46,7 +48,6 @@ from tsfunc.transforms.control.derived_operators import (
     push_through,
     with_zeros,
 )
-from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
     as_tensor,
     check_carried,
@@ -55,7 +56,6 @@ from tsfunc.transforms.control.outputs import (
     numbers_to_tensors,
     where,
 )
-from tsfunc.transforms.control.recording import record_while
 from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 

@@ -19,13 +19,13 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.transforms.control import in_torch
-from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
+from tsfunc.transforms.control.call_forms import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import choice_of
+from tsfunc.transforms.control.control_operators import Checkpoint
+from tsfunc.transforms.control.control_recording import record_scan
 from tsfunc.transforms.control.loop_runs import ADVICE, CountedLoop, Loop
-from tsfunc.transforms.control.operators import Checkpoint
 from tsfunc.transforms.control.outputs import as_tensor
 from tsfunc.transforms.control.rank_agreement import agreed_loop, axes_of_exchanges
-from tsfunc.transforms.control.recording import record_scan
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
 _Carry = TypeVar("_Carry")

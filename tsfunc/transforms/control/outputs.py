@@ -30,7 +30,7 @@ from tsfunc.types import (
     TSType,
     of_value,
 )
-from tsfunc.types.control_flow import branch_faults, carry_faults
+from tsfunc.types.control_flow_types import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
 from tsfunc.types.lattice import nominal_view
 from tsfunc.types.sizes import DimExpr

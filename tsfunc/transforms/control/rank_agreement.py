@@ -25,7 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
 from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
-from tsfunc.bridge.mesh.operators import outermost_trace
+from tsfunc.bridge.mesh.mesh_operators import outermost_trace
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.trace.trace_rules import records_outside
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level

@@ -20,7 +20,13 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
-from tsfunc.transforms.control.arguments import also_called, check_callable
+from tsfunc.transforms.control.call_forms import also_called, check_callable
+from tsfunc.transforms.control.control_operators import AssociativeScan, Scan, run_by
+from tsfunc.transforms.control.control_recording import (
+    ELEMENTS,
+    record_associative_scan,
+    record_scan,
+)
 from tsfunc.transforms.control.derived_operators import (
     DerivativeOperands,
     Pullback,
@@ -31,7 +37,6 @@ from tsfunc.transforms.control.derived_operators import (
     push_through,
     with_zeros,
 )
-from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
     check_carried,
     check_pair,
@@ -40,7 +45,6 @@ from tsfunc.transforms.control.outputs import (
     stacked_dim,
 )
 from tsfunc.transforms.control.prefixes import prefixes
-from tsfunc.transforms.control.recording import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types.values import array_advice
 

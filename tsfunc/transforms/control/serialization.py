@@ -20,11 +20,19 @@ from tsfunc.program.files.graphs import (
     register_control,
     result_count,
 )
-from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode
+from tsfunc.program.files.operator_calls import NUMBER, TENSOR, operator_named
 from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, RecomputedCall
-from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.autograd_functions import EnclosingVmap, FunctionCall, PythonCallee
+from tsfunc.transforms.control.call_forms import Batching
+from tsfunc.transforms.control.control_operators import (
+    AssociativeScan,
+    Checkpoint,
+    Scan,
+    Switch,
+    While,
+)
 from tsfunc.transforms.control.custom_function_tracing import key_of, traced_callee
 from tsfunc.transforms.control.custom_functions import register_callees
 from tsfunc.transforms.control.derived_operators import (
@@ -33,14 +41,6 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     Replayed,
-)
-from tsfunc.transforms.control.functions import EnclosingVmap, FunctionCall, PythonCallee
-from tsfunc.transforms.control.operators import (
-    AssociativeScan,
-    Checkpoint,
-    Scan,
-    Switch,
-    While,
 )
 
 Kinds = Sequence[Any]

@@ -21,8 +21,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.transforms.control.control_operators import While
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
-from tsfunc.transforms.control.operators import While
 
 
 def vmaps_of(value: Any) -> list[BatchLevel]:

@@ -23,8 +23,8 @@ from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.guards import WatchedPlaceholder
 

@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of
 from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.fields import LONGEST_INT, Field
-from tsfunc.program.files.values import ValueReader, printable
+from tsfunc.program.files.json_values import ValueReader, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 from tsfunc.types.values import plain_name
 

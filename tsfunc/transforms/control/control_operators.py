@@ -25,10 +25,14 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
 from tsfunc.transforms.abstract_eval import abstract_results
-from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.batched import batch_here, run_batched_choice, run_batched_loop
+from tsfunc.transforms.control.call_forms import Batching
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.outputs import slice_like, stack_of_no_steps
+from tsfunc.transforms.control.physical_batches import (
+    batch_here,
+    run_batched_choice,
+    run_batched_loop,
+)
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.vmap import vmap
 

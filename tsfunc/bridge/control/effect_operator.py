@@ -26,7 +26,7 @@ import torch
 import torch.library
 from torch import Tensor
 
-from tsfunc.bridge.control.collectives import axis_index
+from tsfunc.bridge.control.axis_collectives import axis_index
 from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level

@@ -3,7 +3,7 @@
 Over a vmap, a collective is a linear map of a level's tensors (NOTE [linear maps] in
 ``linear_maps``). The sum over the examples, for instance, sums over the batch dim, and its result
 is the same for each example. The transpose of a collective is a collective, too. Over a mesh, a
-collective is one operator: NOTE [exchanges] in ``bridge/mesh/operators``.
+collective is one operator: NOTE [exchanges] in ``bridge/mesh/mesh_operators``.
 """
 
 from __future__ import annotations

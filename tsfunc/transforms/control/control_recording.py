@@ -25,8 +25,8 @@ from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
-from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.operators import (
+from tsfunc.transforms.control.call_forms import Batching
+from tsfunc.transforms.control.control_operators import (
     AssociativeScan,
     Checkpoint,
     Scan,

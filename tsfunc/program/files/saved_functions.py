@@ -25,7 +25,9 @@ import torch
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.fields import Field
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
-from tsfunc.program.files.operators import NUMBER
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.operator_calls import NUMBER
+from tsfunc.program.files.program_state import CellState, FileContext, StateWriter, read_state
 from tsfunc.program.files.programs import (
     CallSpecReader,
     decode_program,
@@ -34,9 +36,7 @@ from tsfunc.program.files.programs import (
     storable,
     without_metadata,
 )
-from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import CallSpec, argument_paths_of, guards_of_call_spec
 from tsfunc.types import parse_descriptor

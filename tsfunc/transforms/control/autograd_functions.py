@@ -11,8 +11,8 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.control.axis_collectives import named_axes
 from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
-from tsfunc.bridge.control.collectives import named_axes
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
@@ -22,9 +22,9 @@ from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.transforms.arguments import with_replaced
+from tsfunc.transforms.argnums import with_replaced
+from tsfunc.transforms.control.control_recording import as_traced, filled
 from tsfunc.transforms.control.derived_operators import ExpandedOperator
-from tsfunc.transforms.control.recording import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 
 
