@@ -37,8 +37,7 @@ from tsfunc.program.closure.closure_guards import (
     TensorInput,
     TypeOf,
 )
-from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
-from tsfunc.program.closure.member_guards import MemberIs, NoMember
+from tsfunc.program.closure.guard_codegen import Guard, MemberIs, NoMember, SettingsAre, Source
 
 
 class Holder:

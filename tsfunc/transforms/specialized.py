@@ -104,7 +104,9 @@ class Specialized(Generic[_Params, _Result]):
         self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
-        contracts = in_order(self._given, f"specialize({self.name})")
+        contracts = self._given
+        if len(contracts) > 1:
+            contracts = in_order(contracts, f"specialize({self.name})")
         compiler = None if backend == "python" else resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
         kept = _checked_names(hoist, self.name, signature)

@@ -372,8 +372,6 @@ def in_order(
     Raises:
         DescriptorError: a call can fit two sets, neither of which is narrower.
     """
-    if len(contracts) < 2:
-        return tuple(contracts)
     all_ = [Descriptors(each.descriptors) for each in contracts]
     for j, right in enumerate(all_):
         for i, left in enumerate(all_[:j]):

@@ -39,13 +39,14 @@ from tsfunc.program.closure.guard_codegen import (
     Guard,
     GuardCode,
     GuardFunction,
+    MemberIs,
     Names,
+    NoMember,
     SettingsAre,
     Source,
     compile_guard,
     keys_condition,
 )
-from tsfunc.program.closure.member_guards import MemberIs, NoMember
 from tsfunc.types.values import describe, same_float, same_value
 
 # --- guards on values that were read

@@ -46,9 +46,8 @@ import torch
 from tsfunc.bridge.tracers.torch_settings import replaced_function
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.closure_guards import ResultIs
-from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.guard_codegen import MemberIs, Source
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.member_guards import MemberIs
 from tsfunc.program.closure.side_effects import CODE, MISSING
 from tsfunc.user_code import is_library
 

@@ -34,9 +34,8 @@ from tsfunc.dispatch import Operator
 from tsfunc.program.closure.closure_guards import IN_DICT, Missing, ResultIs, SameObject
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
-from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.guard_codegen import MemberIs, NoMember, Source
 from tsfunc.program.closure.instances import REPLACED_METHODS, Instances
-from tsfunc.program.closure.member_guards import MemberIs, NoMember
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,

@@ -24,8 +24,7 @@ from tsfunc.program.closure.closure_guards import (
     SameObject,
 )
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
-from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.member_guards import MemberIs
+from tsfunc.program.closure.guard_codegen import MemberIs, Source
 from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
 from tsfunc.types import check
