@@ -1,4 +1,4 @@
-"""Imports go one way between the rooms, torch's private names stay in one, importing is light."""
+"""Imports go one way between packages, torch's private names stay in one, importing is light."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tsfunc.bridge.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
-ROOMS = (
+# A package is a folder or a file of tsfunc/; it imports itself and what stands before it here.
+PACKAGES = (
     "_lazy",
     "rage",
     "config",
@@ -37,7 +37,7 @@ ROOMS = (
     "cli",
     "__main__",
 )
-PRIVATE_NAMES_ROOM = "bridge"
+PRIVATE_NAMES_PACKAGE = "bridge"
 PRIVATE_ATTRIBUTES = {
     name.rpartition(".")[2]
     for entry in PRIVATE_NAMES
@@ -45,8 +45,8 @@ PRIVATE_ATTRIBUTES = {
     if not name.startswith("torch.")
 }
 
-# The rooms within a room, in the same way.
-INNER_ROOMS = {
+# The packages within a package, in the same way.
+INNER_PACKAGES = {
     "bridge": (
         "compiled",
         "tracers",
@@ -105,8 +105,8 @@ def modules() -> list[tuple[str, Path]]:
     return [(".".join(f.relative_to(ROOT).with_suffix("").parts), f) for f in files]
 
 
-def room_of(module: str) -> str:
-    """The room of a dotted name; the empty string for ``tsfunc`` itself."""
+def package_of(module: str) -> str:
+    """The package of a dotted name; the empty string for ``tsfunc`` itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
 
@@ -126,40 +126,42 @@ def imported(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def import_violations(module: str, source: str) -> list[str]:
-    """The imports of a module of tsfunc that go against the order of the rooms."""
-    room = room_of(module)
-    if not room:
-        return []  # tsfunc/__init__.py shows what all the rooms have
-    if room not in ROOMS:
-        return [f"{module}: the room {room!r} has no place in ROOMS of tests/test_imports.py"]
+    """The imports of a module of tsfunc that go against the order of the packages."""
+    package = package_of(module)
+    if not package:
+        return []  # tsfunc/__init__.py shows what all the packages have
+    if package not in PACKAGES:
+        return [
+            f"{module}: the package {package!r} is missing in PACKAGES of tests/test_imports.py"
+        ]
     found = []
     for line, name in imported(module, ast.parse(source)):
         if name != "tsfunc" and not name.startswith("tsfunc."):
             continue
-        target = room_of(name)
-        if target not in ROOMS:
-            found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
-        elif ROOMS.index(target) > ROOMS.index(room):
-            found.append(f"{module}:{line}: {room} may not import {name}: {target} comes later")
+        target = package_of(name)
+        if target not in PACKAGES:
+            found.append(f"{module}:{line}: {name} is not in a package; import it from its module")
+        elif PACKAGES.index(target) > PACKAGES.index(package):
+            found.append(f"{module}:{line}: {package} may not import {name}: {target} comes later")
     return found
 
 
 def inner_import_violations(module: str, source: str) -> list[str]:
-    """The imports of a module that go against the order of the rooms within its room."""
-    room = room_of(module)
-    order = INNER_ROOMS.get(room, ())
+    """The imports of a module that go against the order of the packages within its package."""
+    package = package_of(module)
+    order = INNER_PACKAGES.get(package, ())
     parts = module.split(".")
     if not order or parts[2:] == ["__init__"]:
-        return []  # the room's face shows what all of its rooms have
+        return []  # the package's face shows what all of its packages have
     if parts[2] not in order:
-        return [f"{module}: {parts[2]!r} has no place in INNER_ROOMS of tests/test_imports.py"]
+        return [f"{module}: {parts[2]!r} has no place in INNER_PACKAGES of tests/test_imports.py"]
     found = []
     for line, name in imported(module, ast.parse(source)):
-        if not name.startswith(f"tsfunc.{room}."):
+        if not name.startswith(f"tsfunc.{package}."):
             continue
         target = name.split(".")[2]
         if target not in order:
-            found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
+            found.append(f"{module}:{line}: {name} is not in a package; import it from its module")
         elif order.index(target) > order.index(parts[2]):
             found.append(f"{module}:{line}: {parts[2]} may not import {name}: it comes later")
     return found
@@ -244,7 +246,7 @@ def private_uses(module: str, source: str) -> list[str]:
     Seen are imports, attribute chains that start at a name imported from torch, and the attributes
     of values in the bridge's list (``x._base``), except those that a method reads off its object.
     """
-    if room_of(module) == PRIVATE_NAMES_ROOM:
+    if package_of(module) == PRIVATE_NAMES_PACKAGE:
         return []
     tree = ast.parse(source)
     names = torch_names(tree)
@@ -284,7 +286,7 @@ def test_imports_go_one_way() -> None:
     assert not found, "\n".join(found)
 
 
-def test_imports_go_one_way_within_rooms() -> None:
+def test_imports_go_one_way_within_packages() -> None:
     found = [v for name, file in modules() for v in inner_import_violations(name, file.read_text())]
     assert not found, "\n".join(found)
 
@@ -303,7 +305,7 @@ def test_an_import_against_the_order_within_a_room_is_found() -> None:
     assert "comes later" in inner_import_violations("tsfunc.bridge.tracers.tracer", source)[0]
     assert inner_import_violations("tsfunc.bridge.control.subsets", source) == []
     assert (
-        "not in a room"
+        "not in a package"
         in inner_import_violations(
             "tsfunc.bridge.control.subsets", "from tsfunc.bridge import subsets"
         )[0]
@@ -322,9 +324,9 @@ def test_an_import_against_the_order_within_a_room_is_found() -> None:
         ("tsfunc.program.passes.cse", "from ...transforms import vmap", "transforms comes later"),
         ("tsfunc.dispatch.table", "def f():\n    import tsfunc.cli", "table:2: dispatch may not"),
         ("tsfunc.errors", "from tsfunc import types", "types comes later"),
-        ("tsfunc.testing.laws", "from tsfunc import vmap", "tsfunc.vmap is not in a room"),
-        ("tsfunc.ops.rules", "import tsfunc", "tsfunc is not in a room"),
-        ("tsfunc.attic", "import torch", "'attic' has no place in ROOMS"),
+        ("tsfunc.testing.laws", "from tsfunc import vmap", "tsfunc.vmap is not in a package"),
+        ("tsfunc.ops.rules", "import tsfunc", "tsfunc is not in a package"),
+        ("tsfunc.attic", "import torch", "'attic' is missing in PACKAGES"),
     ],
 )
 def test_an_import_against_the_order_is_found(module: str, source: str, expected: str) -> None:
@@ -348,7 +350,7 @@ def test_an_import_in_order_is_let_through(module: str, source: str) -> None:
     assert import_violations(module, source) == []
 
 
-def test_private_names_of_torch_are_used_in_one_room() -> None:
+def test_private_names_of_torch_are_used_in_one_package() -> None:
     found = [v for name, file in modules() for v in private_uses(name, file.read_text())]
     assert not found, "\n".join(found)
 
@@ -492,13 +494,13 @@ def test_late_names_are_those_that_type_checkers_see() -> None:
 
 def test_lazy_names_are_those_of_their_modules() -> None:
     for package, source in late_tables():
-        room = importlib.import_module(package)
+        loaded = importlib.import_module(package)
         for name, full in late_names(package, ast.parse(source))[1].items():
             home = importlib.import_module(full.rpartition(".")[0])
-            assert getattr(room, name) is getattr(home, name), full
-            assert name in dir(room)
-        assert set(room.__all__) <= set(dir(room))
-        assert all(hasattr(room, name) for name in room.__all__)
+            assert getattr(loaded, name) is getattr(home, name), full
+            assert name in dir(loaded)
+        assert set(loaded.__all__) <= set(dir(loaded))
+        assert all(hasattr(loaded, name) for name in loaded.__all__)
 
 
 def test_a_name_that_a_package_lacks_is_an_attribute_error() -> None:

@@ -17,9 +17,9 @@ PAGE = (Path(__file__).parents[1] / "docs" / "public.md").read_text()
 # underscore are public.
 LISTED = ("custom_derivatives debug dispatch ops program rage testing types").split()
 BY_NAME = "checkpoint_policies errors pytrees".split()
-# A room, or a module directly below the package, whose docstring says that it is private.
+# A package, or a module directly below the package, whose docstring says that it is private.
 PRIVATE = "bridge cli config doctor releases transforms user_code".split()
-# Modules inside of public rooms that are public themselves.
+# Modules inside of public packages that are public themselves.
 PARTS = {"testing.strategies", "testing.pytest_plugin"}
 
 
@@ -61,14 +61,14 @@ def test_dir_is_the_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", [m for m in modules() if m.count(".") > 1])
-def test_a_module_inside_of_a_room_is_private(name: str) -> None:
-    """Rooms say it for their modules; a public one is listed here and in the page."""
-    room, inner = name.split(".")[1], name.partition(".")[2]
+def test_a_module_inside_of_a_package_is_private(name: str) -> None:
+    """Packages say it for their modules; a public one is listed here and in the page."""
+    package, inner = name.split(".")[1], name.partition(".")[2]
     if inner in PARTS:
         assert f"`tsfunc.{inner}`" in PAGE
         return
-    doc = importlib.import_module(f"tsfunc.{room}").__doc__ or ""
-    assert "private" in doc.lower(), f"the docstring of tsfunc.{room} should name what is private"
+    doc = importlib.import_module(f"tsfunc.{package}").__doc__ or ""
+    assert "private" in doc.lower(), f"the docstring of tsfunc.{package} has no word of private"
 
 
 def test_modules_of_public_functions() -> None:

@@ -1,4 +1,4 @@
-"""The room as a whole: what it exports, what it imports, and the examples in its docstrings."""
+"""The package as a whole: what it exports, what it imports, and the examples in its docstrings."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def chosen_tests(
 
     def order(file: str) -> tuple[bool, bool, float]:
         near = PurePath(file).stem.removeprefix("test_").startswith(stem)
-        room = PurePath(file).parts[1:2] == PurePath(mutant.file).parts[1:2]
-        return not near, not room, sum(test.seconds for test in files[file][:20])
+        package = PurePath(file).parts[1:2] == PurePath(mutant.file).parts[1:2]
+        return not near, not package, sum(test.seconds for test in files[file][:20])
 
     chosen = []
     # Twice: the quickest tests of each file, then the others.

@@ -1,1 +1,1 @@
-"""Mesh axes over processes; the only room that uses torch.distributed's private names."""
+"""Mesh axes over processes; the only package that uses torch.distributed's private names."""

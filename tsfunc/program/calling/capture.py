@@ -66,7 +66,6 @@ from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.guarding.trace_guards import Aliasing, ConditionHolds, Property, TraceGuard
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import simplify
@@ -551,7 +550,7 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     """Return the traced tensor for an argument: fixed sizes, and symbols for named dims."""
     example = spec.example
     shape = spec.shape(symbols.sizes)
-    like = level.fake_like(example, shape, _strides(example, shape))
+    like = level.fake_like(example, shape, spec.strides(shape))
     return level.input(spec.name, like, example.requires_grad)
 
 
@@ -560,13 +559,6 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
     node = _named(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.scalars[spec.name]
     return node
-
-
-def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Return the example's strides; for symbolic sizes, strides of its layout."""
-    if all(isinstance(size, int) for size in shape):
-        return list(example.stride())
-    return strides_with(layout_of(example.shape, example.stride()), shape)
 
 
 def _size_nodes(
@@ -597,7 +589,7 @@ def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
 
 
 def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Turn a tensor that was read from outside into the last input of the graph."""
+    """Turn a closed-over tensor that was read into the last input of the graph."""
     after = next(each for each in graph.nodes if each.op != "placeholder")
     with graph.inserting_before(after):
         made = graph.placeholder(node.name)

@@ -28,7 +28,7 @@ from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.guarding.layouts import layout_of
+from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
 from tsfunc.types.containers import TSFields
@@ -76,6 +76,13 @@ class InputSpec:
         if x.is_contiguous():
             return "contiguous"
         return tuple(x.stride()) if self.is_fixed else layout_of(x.shape, x.stride())
+
+    def strides(self, shape: Sequence[Any]) -> list[Any]:
+        """Return the example's strides; for symbolic sizes, strides of its layout."""
+        strides = self.example.stride()
+        if all(isinstance(size, int) for size in shape):
+            return list(strides)
+        return strides_with(layout_of(self.example.shape, strides), shape)
 
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
         """Return its shape for these sizes (numbers or symbols) of the named dims."""
