@@ -2,7 +2,7 @@
 
 A new type is a subclass of `TSType` in ``single.py`` or ``containers.py``, and its name in
 ``grammar.py``. Only the check and the order have no defaults. The functions that work on all types
-(``checker``, ``codegen``, ``lattice``, ``text`` and others) call these methods.
+(``checker``, ``check_codegen``, ``lattice``, ``text`` and others) call these methods.
 
 NOTE [normal forms]
 Two types that are subtypes of each other are equal, so that types can be compared, hashed and

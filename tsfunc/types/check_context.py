@@ -2,7 +2,7 @@
 
 NOTE [one check, one report]
 A check does not stop at the first mismatch. It adds mismatches to a `CheckContext`, so that one
-error lists all of them. Most values fit, so generated code (``codegen``) runs first, and this check
+error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and this check
 runs only for a value that the code does not accept.
 """
 

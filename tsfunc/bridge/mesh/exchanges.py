@@ -27,7 +27,7 @@ def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) ->
 
     Args:
         x: a plain tensor.
-        kind, ints: the exchange: NOTE [exchanges] in ``operators``.
+        kind, ints: the exchange: NOTE [exchanges] in ``mesh_operators``.
         axis: the axis.
         mesh: the mesh's text, followed by the check of the exchange (``split_check``).
     """

@@ -85,7 +85,7 @@ class MeshLevel(Level):
         self.binding = f"{axis_name} of {mesh.text}, check={check}"
 
     def exchange(self, kind: str, ints: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return a collective of a value (``operators`` has the kinds)."""
+        """Return a collective of a value (``mesh_operators`` has the kinds)."""
         if _observed.axes is not None:
             _observed.axes.add(self.axis_name)
         if is_plain_exchange(value):
