@@ -2,8 +2,8 @@
 
 NOTE [one check, one report]
 A check does not stop at the first mismatch. It adds mismatches to a `CheckContext`, so that one
-error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and this check
-runs only for a value that the code does not accept.
+error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and this
+check runs only for a value that the code does not accept.
 """
 
 from __future__ import annotations
