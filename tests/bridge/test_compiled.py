@@ -78,6 +78,37 @@ def test_nested_levels_and_tangents(function_handler: str) -> None:
             assert torch.allclose(tangents[i, j], expected[1])
 
 
+def test_the_value_of_a_tracer_is_one_object(function_handler: str) -> None:
+    class Kept(SlottedBatchTracer):
+        __slots__ = ()
+
+    x = torch.randn(4, 3)
+
+    def f(row: torch.Tensor) -> torch.Tensor:
+        read, written, changed = (made() for made in (row.sin, row.cos, row.exp))
+        value = read.value  # type: ignore[attr-defined]
+        assert value is read.value and torch.equal(value, x.sin())  # type: ignore[attr-defined]
+        written.value = value  # type: ignore[attr-defined]
+        assert written.value is value  # type: ignore[attr-defined]
+        changed.__class__ = Kept
+        assert torch.equal(changed.value, x.exp())  # type: ignore[attr-defined]
+        changed.__class__ = SlottedBatchTracer
+        return read + changed
+
+    assert torch.allclose(vmap(f)(x), x.sin() + x.exp())
+
+
+def test_tangents_of_tensors_from_outside(function_handler: str) -> None:
+    w, x = (torch.randn(*size, dtype=torch.float64) for size in ((3, 2), (4, 2)))
+
+    def loss(row: torch.Tensor) -> torch.Tensor:
+        return ((w @ row).tanh() * torch.cat([row, w[:, 0]])[:3]).sum()
+
+    expected = torch.stack([torch.autograd.functional.hessian(loss, row) for row in x])
+    for _ in range(3):
+        assert torch.allclose(vmap(hessian(loss))(x), expected)
+
+
 def test_backward_to_tensors_outside(function_handler: str) -> None:
     w = torch.randn(3, requires_grad=True)
     x = torch.randn(4, 3)

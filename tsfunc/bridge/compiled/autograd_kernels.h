@@ -8,8 +8,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/library.h>
 
-#include "levels.h"
-#include "values.h"
+#include "tracers.h"
 
 namespace {
 
@@ -26,8 +25,10 @@ bool may_need_replacement(const Stack& arguments, bool first_order) {
       Owned object(THPVariable_Wrap(tensor));
       PyObject* inner = object.get();
       while (is_tracer(inner)) {
+        const at::Tensor* value = tensor_of(inner);
+        may |= value == nullptr || value->requires_grad();
+        if (value == nullptr || value_in_tensor(inner) != nullptr) return;  // there are no more
         inner = value_of(inner);
-        may |= inner == nullptr || THPVariable_Unpack(inner).requires_grad();
       }
       may |= !THPVariable_CheckExact(inner);
     });

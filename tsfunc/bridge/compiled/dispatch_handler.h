@@ -15,7 +15,10 @@ constexpr int64_t kSmall = 4096;
 
 // True if a value is a plain tensor, or a batched one to the innermost value.
 bool is_batched_throughout(PyObject* value) {
-  while (is_tracer(value)) value = value_of(value);
+  while (value != nullptr && is_tracer(value)) {
+    if (value_in_tensor(value) != nullptr) return true;
+    value = value_of(value);
+  }
   return value != nullptr && THPVariable_CheckExact(value);
 }
 
@@ -264,9 +267,8 @@ class DispatchHandler : public c10::OperatorKernel {
     Owned plan = Owned::copy(find_plan(plans, records ? slots.recorded : slots.plans, call));
     if (!plan) return false;  // the call in Python leaves one behind
     if (records) {
-      auto visit = [&](long i, auto see) { each_tensor(call.values[i], see); };
-      if (slot(plan.get(), slots.innermost) == Py_True || !can_record(plan.get(), call.level, visit))
-        return false;
+      if (slot(plan.get(), slots.innermost) == Py_True || !can_record(plan.get())) return false;
+      lift_operands(plan.get(), call.level, stack);
       op.callBoxed(&stack);
       return true;
     }

@@ -15,7 +15,7 @@ Owned call_below(PyObject* func, PyObject* types, PyObject* args, PyObject* kwar
 // Show the tensors of an argument of a Python call, and of its items.
 template <class F>
 void each_tensor_of(PyObject* arg, F see) {
-  if (THPVariable_Check(arg)) see(THPVariable_Unpack(arg));
+  if (is_tensor(arg)) see(THPVariable_Unpack(arg));
   if (is_sequence(arg))
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
       each_tensor_of(PySequence_Fast_ITEMS(arg)[i], see);
@@ -30,15 +30,20 @@ DispatchHandler* parsed_operator(PyObject* plan) {
 }
 
 // Call a function on the values of a call, as they are or with arguments that are shifted past the
-// batch dim: its operator, if the plan knows it. Null without an error where that is not possible.
+// batch dim: its operator, if the plan knows it. Return the wrapped result, or the argument that is
+// written, or None of an assignment to an item; null without an error where that is not possible.
 Owned call_on_values(
     PyObject* func, PyObject* plan, FunctionCall& call, bool direct, PyObject* state,
-    PyObject* kwnames) {
+    PyObject* kwnames, PyObject* written) {
   DispatchHandler* handler = nullptr;
   if (!call.function_subclass && (direct || can_shift(plan, call))) handler = parsed_operator(plan);
   Stack stack;
   if (handler != nullptr) {
-    stack = to_stack(handler->handle(), slot(plan, slots.parsed), call.values(), call.positional);
+    PyObject* form = slot(plan, slots.parsed);
+    bool packed = is_set(slot(form, slots.packed));
+    stack = to_stack(
+        handler->handle(), form, packed ? call.values() : nullptr, call.positional,
+        [&](size_t i, const c10::Argument& argument) { return call.value(i, argument); });
     if (direct)
       pad(stack, call);
     else if (!has_single_result(handler->handle()) || !shift_arguments(plan, call, stack))
@@ -47,18 +52,25 @@ Owned call_on_values(
   if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
     return Owned();
   PyObject* outer = slot(call.level, slots.outer);
+  PyObject* bdim = direct ? slot(plan, slots.dim) : names.zero;
+  auto result = [&](const at::Tensor& value) {
+    return written != nullptr ? Owned::copy(written) : wrap(value, bdim, call.level);
+  };
   std::optional<UnderState> under;
   if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
     under.emplace(state, outer);
   try {
-    if (handler == nullptr) {
-      Owned out = checked(PyObject_Vectorcall(
-          direct ? slot(plan, slots.function) : func, call.values(),
-          call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames));
-      return out.get() == Py_None || THPVariable_Check(out.get()) ? std::move(out) : Owned();
+    if (handler != nullptr) {
+      handler->call_below(handler->handle(), stack, call, outer);
+      under.reset();
+      return result(stack[0].toTensor());
     }
-    handler->call_below(handler->handle(), stack, call, outer);
-    return from_stack(stack, Py_None);
+    Owned out = checked(PyObject_Vectorcall(
+        direct ? slot(plan, slots.function) : func, call.values(),
+        call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames));
+    under.reset();
+    if (out.get() == Py_None) return out;
+    return is_tensor(out.get()) ? result(THPVariable_Unpack(out.get())) : Owned();
   } catch (const c10::Error&) {
     // The rule raises the error of one example.
     if (direct && call.strided && batch_size(call.level) != 0) throw;
@@ -102,20 +114,40 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
   PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
   if (found == nullptr) return Owned();
-  if (slot(found, slots.innermost) == Py_True && !is_innermost(call.values(), call.count()))
+  if (slot(found, slots.innermost) == Py_True && !call.all([](PyObject* value) {
+        return value == nullptr || is_innermost(&value, 1);
+      }))
     return Owned();
   // Call torch on the tracers: the operator, whose arguments a plan may know.
   auto to_torch = [&](PyObject* plan) {
     DispatchHandler* handler = parsed_operator(plan);
     if (handler == nullptr) return call_below(func, types, args, kwargs);
     PyObject* form = slot(plan, slots.parsed);
-    Stack stack = to_stack(handler->handle(), form, given.data(), call.positional);
+    Stack stack = to_stack(
+        handler->handle(), form, given.data(), call.positional,
+        [&](size_t i, const c10::Argument& argument) { return to_value(given[i], argument); });
     handler->handle().callBoxed(&stack);
     return from_stack(stack, slot(form, slots.result_class));
   };
   if (records || slot(found, slots.step) == names.step_composite) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
-    if (!can_record(found, level, visit)) return Owned();
+    if (!can_record(found)) return Owned();
+    std::vector<Owned> lifted;  // NOTE [operands of outer levels]
+    Owned tuple;
+    if (are_lifted(found, is_true(slot(level, slots.forward)), visit)) {
+      PyObject* places = slot(found, slots.unrecorded);
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+        PyObject*& arg = given[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
+        if (kwargs != nullptr || !THPVariable_CheckExact(arg)) return Owned();
+        if (!needs_lift(THPVariable_Unpack(arg), is_true(slot(level, slots.forward)))) continue;
+        lifted.push_back(checked(PyObject_CallMethodOneArg(level, names.lift, arg)));
+        arg = lifted.back().get();
+      }
+      tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(given.size())));
+      for (size_t i = 0; i < given.size(); ++i)
+        PyTuple_SET_ITEM(tuple.get(), i, Py_NewRef(given[i]));
+      args = tuple.get();
+    }
     return to_torch(Owned::copy(found).get());
   }
   if (!may_write(found, level)) return Owned();
@@ -127,12 +159,11 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
       !any_autocast() &&  // NOTE [autocast and rules]
       !c10::impl::dispatch_mode_enabled();
   if (direct || below) {
-    Owned out = call_on_values(func, plan.get(), call, direct, state.get(), kwnames.get());
-    if (out.get() == Py_None) return out;  // of an assignment to an item
-    if (out && slot(plan.get(), slots.writes) == Py_True)
-      return Owned::copy(PyTuple_GET_ITEM(args, 0));
-    if (out) return wrap(out.get(), direct ? slot(plan.get(), slots.dim) : names.zero, level);
-    if (direct) return Owned();
+    bool writes = slot(plan.get(), slots.writes) == Py_True;
+    Owned out = call_on_values(
+        func, plan.get(), call, direct, state.get(), kwnames.get(),
+        writes ? PyTuple_GET_ITEM(args, 0) : nullptr);
+    if (out || direct) return out;
   }
   // torch calls the operator, whose plan the dispatch handler runs.
   bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;

@@ -35,9 +35,29 @@ namespace {
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 3, "wrap(): expected a value, a batch dim and a level");
-  return wrap(args[0], args[1], args[2], count > 3 && args[3] != Py_None).release();
+  return wrap(
+             THPVariable_Unpack(args[0]), args[0], args[1], args[2],
+             count > 3 && args[3] != Py_None)
+      .release();
   END_HANDLE_TH_ERRORS
 }
+
+// The attribute `value` of tracers with slots: NOTE [values without Python objects].
+PyObject* get_value(PyObject* tracer, void*) {
+  HANDLE_TH_ERRORS
+  PyObject* value = value_in_slot(tracer);
+  if (value == nullptr) PyErr_SetString(PyExc_AttributeError, "value");
+  return Py_XNewRef(value);
+  END_HANDLE_TH_ERRORS
+}
+
+int set_value(PyObject* tracer, PyObject* value, void*) {
+  if (at::Tensor* owned = owned_value(tracer)) owned->reset();
+  Py_XSETREF(slot(tracer, slots.value), Py_XNewRef(value));
+  return 0;
+}
+
+PyGetSetDef value_attribute = {"value", get_value, set_value, "The physical value.", nullptr};
 
 // enable(on): let the compiled handlers take calls, or leave every call to Python.
 PyObject* enable(PyObject*, PyObject* on) {
@@ -49,6 +69,9 @@ PyObject* enable(PyObject*, PyObject* on) {
 PyObject* setup(PyObject*, PyObject* options) {
   HANDLE_TH_ERRORS
   look_up(options);
+  auto* type = reinterpret_cast<PyTypeObject*>(names.tracer);
+  Owned attribute = checked(PyDescr_NewGetSet(type, &value_attribute));
+  if (PyObject_SetAttr(names.tracer, names.value, attribute.get()) < 0) raise();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -59,7 +59,8 @@ Owned checked(PyObject* object) {
   X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)  \
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(call_errors) X(record)        \
   X(tracer_level) X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)  \
-  X(step_broadcast) X(step_rule) X(step_unbatched) X(step_recorded) X(step_composite)
+  X(step_broadcast) X(step_rule) X(step_unbatched) X(step_recorded) X(step_composite)  \
+  X(lift)
 struct Names {
 #define X(name) PyObject* name = nullptr;
   NAMES(X)
@@ -112,6 +113,11 @@ PyObject* as_object(PyTypeObject& type) { return reinterpret_cast<PyObject*>(&ty
 
 PyObject* type_of(PyObject* object) { return as_object(*Py_TYPE(object)); }
 
+// THPVariable_Check asks the metaclass, which takes five times as long.
+bool is_tensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
 bool is_tracer(PyObject* object) {
   return type_of(object) == names.tracer || type_of(object) == names.promoted;
 }
@@ -125,8 +131,6 @@ PyObject* attribute(PyObject* tracer, Py_ssize_t offset, PyObject* name) {
   Py_XDECREF(value);
   return value;
 }
-
-PyObject* value_of(PyObject* tracer) { return attribute(tracer, slots.value, names.value); }
 
 PyObject* bdim_of(PyObject* tracer) { return attribute(tracer, slots.bdim, names.bdim); }
 

@@ -63,11 +63,17 @@ bool is_innermost(PyObject* const* items, Py_ssize_t count) {
     while (is_tracer(item)) {
       PyObject* bdim = bdim_of(item);
       if (bdim == nullptr || !is_int(bdim) || Py_SIZE(bdim) != 0) return false;
-      item = value_of(item);
+      item = value_in_tensor(item) != nullptr ? Py_None : value_of(item);
     }
-    if (THPVariable_Check(item) && !THPVariable_CheckExact(item)) return false;
+    if (is_tensor(item) && !THPVariable_CheckExact(item)) return false;
   }
   return true;
+}
+
+// tracer.needs_lift for a plain tensor.
+bool needs_lift(const at::Tensor& value, bool forward) {
+  return value.requires_grad() ||
+      (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
 }
 
 // call_plans.are_lifted, where visit(i, see) shows the tensors of the argument at a position.
@@ -77,20 +83,34 @@ bool are_lifted(PyObject* plan, bool forward, F visit) {
   PyObject* places = slot(plan, slots.unrecorded);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i)
     visit(PyLong_AsLong(PyTuple_GET_ITEM(places, i)), [&](const at::Tensor& value) {
-      lifted |= value.requires_grad() ||
-          (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
+      lifted |= needs_lift(value, forward);
     });
   return lifted;
 }
 
+// Lift the plain tensors of a call that autograd records at a level (NOTE [operands of outer levels]):
+// the operator's arguments have their places in the plan.
+void lift_operands(PyObject* plan, PyObject* level, Stack& stack) {
+  bool forward = is_true(slot(level, slots.forward));
+  PyObject* places = slot(plan, slots.unrecorded);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+    c10::IValue& value = stack[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
+    value = with_tensors(value, [&](const at::Tensor& tensor) {
+      if (tensor.key_set().has(c10::DispatchKey::Python) || !needs_lift(tensor, forward))
+        return tensor;  // a tracer beside it in a list
+      Owned object = checked(THPVariable_Wrap(tensor));
+      return THPVariable_Unpack(
+          checked(PyObject_CallMethodOneArg(level, names.lift, object.get())).get());
+    });
+  }
+}
+
 // True if C++ can record a call at its level.
-template <class F>
-bool can_record(PyObject* plan, PyObject* level, F visit) {
+bool can_record(PyObject* plan) {
   PyObject* step = slot(plan, slots.step);
   if (c10::InferenceMode::is_enabled()) return false;
   if (step == names.step_composite) return !any_autocast();  // NOTE [autocast and rules]
-  return step == names.step_recorded &&
-      !are_lifted(plan, is_true(slot(level, slots.forward)), visit);
+  return step == names.step_recorded;
 }
 
 // True if the Python error that is set is the user's, and is to be raised at once. Otherwise it is
@@ -212,13 +232,13 @@ bool shift_index(FunctionCall& call) {
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* item = several ? PyTuple_GET_ITEM(index, i) : index;
     rank += item == Py_None ? 1 : is_int(item) ? -1 : 0;
-    if (THPVariable_Check(item) || PyList_Check(item)) {
+    if (is_tensor(item) || PyList_Check(item)) {
       if (advanced) return false;
       advanced = true;
     }
     PyTuple_SET_ITEM(made.get(), i + 1, Py_NewRef(item));
   }
-  if (count > 2 && THPVariable_Check(values[2])) {
+  if (count > 2 && is_tensor(values[2])) {
     PyObject* kind = PyTuple_GET_ITEM(call.key.get(), 2);
     const at::Tensor& value = THPVariable_Unpack(values[2]);
     if (advanced || value.dim() > (is_int(kind) ? rank : rank - 1)) return false;

@@ -59,6 +59,8 @@ struct Seen {
   // False for a value with symbolic sizes.
   bool read(const Stack& stack) {
     bool fixed = true;
+    others.reserve(stack.size());
+    tensors.reserve(stack.size());
     for (const c10::IValue& value : stack) {
       std::optional<c10::IValue> number;
       each_tensor(value, [&](const at::Tensor& tensor) {

@@ -5,6 +5,8 @@
 // look up the same tables of plans.
 #pragma once
 
+#include <typeinfo>
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
@@ -21,7 +23,11 @@ bool enabled = true;
 
 // The tensor of a tracer. Autograd saves a result of an operator, and reads it again, by a shallow
 // copy: the copy of a tracer is an alias at its level, as its handler in Python returns.
-class TracerImpl : public c10::TensorImpl {
+//
+// NOTE [values without Python objects]
+// A value that no Python code has seen has no Python object: the tensor of its tracer owns it. The
+// first read of the attribute moves it into the tracer's slot.
+class TracerImpl final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
@@ -33,22 +39,65 @@ class TracerImpl : public c10::TensorImpl {
     return copy(std::move(version), allow_change);
   }
 
+  at::Tensor value;  // undefined if the tracer's slot has it
+
  private:
   c10::intrusive_ptr<c10::TensorImpl> copy(
       c10::VariableVersion&& version, bool allow_change) const;
 };
 
+// The value that the tensor of a tracer with slots owns, or null.
+at::Tensor* owned_value(PyObject* tracer) {
+  if (slot(tracer, slots.value) != nullptr) return nullptr;
+  c10::TensorImpl* impl = THPVariable_Unpack(tracer).unsafeGetTensorImpl();
+  if (typeid(*impl) != typeid(TracerImpl)) return nullptr;
+  at::Tensor& value = static_cast<TracerImpl*>(impl)->value;
+  return value.defined() ? &value : nullptr;
+}
+
+// The same for any tracer.
+at::Tensor* value_in_tensor(PyObject* tracer) {
+  return type_of(tracer) == names.tracer ? owned_value(tracer) : nullptr;
+}
+
+// The Python object of the value of a tracer with slots (borrowed), or null.
+PyObject* value_in_slot(PyObject* tracer) {
+  if (at::Tensor* value = owned_value(tracer)) {
+    Owned object = checked(THPVariable_Wrap(at::Tensor(*value)));
+    // A collection meanwhile may have run code that moved the value.
+    if (slot(tracer, slots.value) == nullptr) slot(tracer, slots.value) = object.release();
+    value->reset();
+  }
+  return slot(tracer, slots.value);
+}
+
+// The Python object of the value of any tracer (borrowed), or null.
+PyObject* value_of(PyObject* tracer) {
+  return type_of(tracer) == names.tracer ? value_in_slot(tracer)
+                                         : attribute(tracer, slots.value, names.value);
+}
+
+// The value of a tracer, or null.
+const at::Tensor* tensor_of(PyObject* tracer) {
+  if (at::Tensor* value = value_in_tensor(tracer)) return value;
+  PyObject* object = value_of(tracer);
+  return object == nullptr ? nullptr : &THPVariable_Unpack(object);
+}
+
 // Wrap a physical value as a tracer of a level; bdim is an int, or None for a value that is not
-// batched. Values that are laid out in other ways than by strides are wrapped in Python.
-Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_offset = true) {
-  const at::Tensor& value = THPVariable_Unpack(value_object);
+// batched. The value's Python object may be null. Values that are laid out in other ways than by
+// strides are wrapped in Python.
+Owned wrap(
+    const at::Tensor& value, PyObject* object, PyObject* bdim, PyObject* level,
+    bool with_offset = true) {
   auto* impl = value.unsafeGetTensorImpl();
   if (slot(level, slots.kind) != names.tracer || !is_strided(value) ||
       impl->has_symbolic_sizes_strides() || value.is_quantized() || value.is_nested()) {
+    Owned wrapped = object == nullptr ? checked(THPVariable_Wrap(value)) : Owned::copy(object);
     Owned offset = Owned::copy(Py_None);
     if (with_offset && is_strided(value))
-      offset = checked(PyObject_CallMethod(value_object, "storage_offset", nullptr));
-    PyObject* args[5] = {nullptr, value_object, bdim, level, offset.get()};
+      offset = checked(PyObject_CallMethod(wrapped.get(), "storage_offset", nullptr));
+    PyObject* args[5] = {nullptr, wrapped.get(), bdim, level, offset.get()};
     return checked(
         PyObject_Vectorcall(names.wrap, args + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
@@ -57,43 +106,52 @@ Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_of
     at = PyLong_AsLongLong(bdim);
     if (at == -1 && PyErr_Occurred()) raise();
   }
-  c10::SmallVector<int64_t, 6> sizes, strides;
-  auto all_sizes = value.sizes();
-  auto all_strides = value.strides();
-  for (size_t i = 0; i < all_sizes.size(); ++i) {
-    if (static_cast<int64_t>(i) == at) continue;
-    sizes.push_back(all_sizes[i]);
-    strides.push_back(all_strides[i]);
-  }
+  auto sizes = value.sizes(), strides = value.strides();
   int64_t offset = with_offset ? value.storage_offset() : 0;
-  size_t bytes =
-      at::detail::computeStorageNbytes(sizes, strides, value.dtype().itemsize(), offset);
+  bool contiguous = at == 0 && sizes[0] != 0 && offset == 0 && value.is_contiguous();
+  c10::SmallVector<int64_t, 6> kept_sizes, kept_strides;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (static_cast<int64_t>(i) == at) continue;
+    kept_sizes.push_back(sizes[i]);
+    kept_strides.push_back(strides[i]);
+  }
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, value.device()),
-      c10::GetAllocator(c10::kMeta), true));
-  c10::DispatchKeySet keys = c10::DispatchKeySet(value.key_set().highestBackendKey());
-  at::Tensor tensor = at::detail::make_tensor<TracerImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::Dense) | keys, value.dtype());
-  auto* made = tensor.unsafeGetTensorImpl();
+      c10::StorageImpl::use_byte_size_t(),
+      at::detail::computeStorageNbytes(
+          kept_sizes, kept_strides, value.dtype().itemsize(), offset),
+      c10::DataPtr(nullptr, value.device()), c10::GetAllocator(c10::kMeta), true));
+  auto made = c10::make_intrusive<TracerImpl>(
+      std::move(storage),
+      c10::DispatchKeySet(c10::DispatchKey::Dense) |
+          c10::DispatchKeySet(value.key_set().highestBackendKey()),
+      value.dtype());
   made->set_python_dispatch(true);
-  if (at == 0 && all_sizes[0] != 0 && offset == 0 && value.is_contiguous())
-    made->set_sizes_contiguous(sizes);
+  if (contiguous)
+    made->set_sizes_contiguous(kept_sizes);
   else
-    made->set_sizes_and_strides(sizes, strides, offset);
-  Owned tracer = checked(
-      THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(names.tracer)));
-  Py_INCREF(value_object);
-  Py_INCREF(bdim);
-  Py_INCREF(level);
-  slot(tracer.get(), slots.value) = value_object;
-  slot(tracer.get(), slots.bdim) = bdim;
-  slot(tracer.get(), slots.level) = level;
+    made->set_sizes_and_strides(kept_sizes, kept_strides, offset);
+  if (object == nullptr) made->value = value;
+  Owned tracer = checked(THPVariable_Wrap(
+      at::Tensor(std::move(made)), reinterpret_cast<PyTypeObject*>(names.tracer)));
+  slot(tracer.get(), slots.value) = Py_XNewRef(object);
+  slot(tracer.get(), slots.bdim) = Py_NewRef(bdim);
+  slot(tracer.get(), slots.level) = Py_NewRef(level);
   return tracer;
 }
 
+// Wrap a value that may have a Python object, or needs one: autograd's graph may have cycles through
+// it, which the garbage collector looks for among Python objects.
+Owned wrap(const at::Tensor& value, PyObject* bdim, PyObject* level) {
+  auto* impl = value.unsafeGetTensorImpl();
+  if (impl->pyobj_slot()->load_pyobj() == nullptr && impl->autograd_meta() == nullptr &&
+      !impl->key_set().has(c10::DispatchKey::Python))
+    return wrap(value, nullptr, bdim, level);
+  Owned object = checked(THPVariable_Wrap(value));
+  return wrap(value, object.get(), bdim, level);
+}
+
 at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
-  Owned object = checked(THPVariable_Wrap(tensor));
-  return THPVariable_Unpack(wrap(object.get(), bdim, level).get());
+  return THPVariable_Unpack(wrap(tensor, bdim, level).get());
 }
 
 // The alias of a tracer at its level. Null where Python is to make it.
@@ -102,7 +160,8 @@ Owned alias_of(PyObject* tracer) {
   Owned state = current_state();
   if (level == nullptr || !is_plain(state) || !is_ready(level) || !reaches(state.get(), level))
     return Owned();
-  return wrap(value_of(tracer), bdim_of(tracer), level);
+  PyObject* value = value_of(tracer);
+  return wrap(THPVariable_Unpack(value), value, bdim_of(tracer), level);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> TracerImpl::copy(
@@ -130,7 +189,7 @@ bool find_level(PyObject* arg, PyObject*& level) {
   if (is_tracer(arg)) {
     PyObject* own = level_of(arg);
     if (own == level && own != nullptr) return true;
-    if (own == nullptr || value_of(arg) == nullptr || bdim_of(arg) == nullptr) return false;
+    if (own == nullptr || tensor_of(arg) == nullptr || bdim_of(arg) == nullptr) return false;
     if (level == nullptr) {
       level = own;
       return true;
@@ -187,16 +246,20 @@ class Call {
   bool has_one_rank() const { return rank == least_rank; }
 
  protected:
-  // The value of a tensor among the arguments (borrowed), and its kind.
-  PyObject* unwrap_tensor(PyObject* arg, Owned& kind) {
-    bool own = is_tracer(arg) && level_of(arg) == level;
-    PyObject* value = own ? value_of(arg) : arg;
-    kind = Owned::copy(own ? bdim_of(arg) : type_of(arg));
-    const at::Tensor& tensor = THPVariable_Unpack(value);
-    bool handled = tensor.key_set().has(c10::DispatchKey::Python);
+  // The value of a tensor among the arguments, and its kind. The Python object may be null for a
+  // tensor that has none.
+  const at::Tensor& unwrap_tensor(const at::Tensor& tensor, PyObject* object, Owned& kind) {
+    bool own = object != nullptr && is_tracer(object) && level_of(object) == level;
+    kind = Owned::copy(
+        own ? bdim_of(object) : object != nullptr ? type_of(object) : THPVariableClass);
+    const at::Tensor& value = own ? *tensor_of(object) : tensor;
+    bool handled = value.key_set().has(c10::DispatchKey::Python);
     outer_tracers |= handled;
-    function_subclass |= !handled && !THPVariable_CheckExact(value);
-    see(tensor, own && kind.get() != Py_None);
+    if (!handled) {
+      PyObject* known = own ? value.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() : object;
+      function_subclass |= known != nullptr && !THPVariable_CheckExact(known);
+    }
+    see(value, own && kind.get() != Py_None);
     return value;
   }
 
@@ -225,10 +288,31 @@ class FunctionCall : public Call {
     for (PyObject* value : values_) Py_XDECREF(value);
   }
 
-  // The values; vector calls may write to the place before the first.
-  PyObject** values() { return values_.data() + 1; }
+  // The values as Python objects; vector calls may write to the place before the first.
+  PyObject** values() {
+    for (size_t i = 0; in_tensors_ != 0 && i < count(); ++i)
+      if (in_tensors_ >> i & 1) set(i, Owned::copy(value_of(values_[i + 1])));
+    in_tensors_ = 0;
+    return values_.data() + 1;
+  }
   size_t count() const { return values_.size() - 1; }
-  void set(size_t i, Owned value) { Py_SETREF(values()[i], value.release()); }
+
+  // True if visit holds for all values. The Python object is null for one that has none.
+  template <class F>
+  bool all(F visit) const {
+    for (size_t i = 0; i < count(); ++i)
+      if (!visit(in_tensors_ >> i & 1 ? nullptr : values_[i + 1])) return false;
+    return true;
+  }
+  void set(size_t i, Owned value) { Py_SETREF(values_[i + 1], value.release()); }
+
+  // The value at a position as the dispatcher has it.
+  c10::IValue value(size_t i, const c10::Argument& argument) const {
+    PyObject* object = values_[i + 1];
+    if (in_tensors_ >> i & 1)
+      if (const at::Tensor* value = tensor_of(object)) return *value;
+    return to_value(object, argument);
+  }
 
   // Names are those of keyword arguments, whose values follow the others; null for none.
   bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {
@@ -240,7 +324,14 @@ class FunctionCall : public Call {
     for (size_t i = 0; i < count; ++i) {
       Owned kind;
       bool own = false;
-      values_.push_back(unwrap_one(args[i], kind, own).release());
+      if (i < 64 && is_tracer(args[i]) && level_of(args[i]) == level &&
+          value_in_tensor(args[i]) != nullptr) {  // NOTE [values without Python objects]
+        unwrap_tensor(THPVariable_Unpack(args[i]), args[i], kind);
+        values_.push_back(Py_NewRef(args[i]));
+        in_tensors_ |= uint64_t{1} << i;
+      } else {
+        values_.push_back(unwrap_one(args[i], kind, own).release());
+      }
       PyTuple_SET_ITEM(key.get(), i, kind.release());
     }
     for (Py_ssize_t i = 0; i < named; ++i)
@@ -251,10 +342,11 @@ class FunctionCall : public Call {
  private:
   // The value of an argument, and its kind; own is set if it has tracers of the level.
   Owned unwrap_one(PyObject* arg, Owned& kind, bool& own) {
-    bool number = PyLong_Check(arg) || PyFloat_Check(arg) || arg == Py_None;
-    if (!number && THPVariable_Check(arg)) {
-      own |= is_tracer(arg) && level_of(arg) == level;
-      return Owned::copy(unwrap_tensor(arg, kind));
+    if (is_tracer(arg) || is_tensor(arg)) {
+      unwrap_tensor(THPVariable_Unpack(arg), arg, kind);
+      if (!is_tracer(arg) || level_of(arg) != level) return Owned::copy(arg);
+      own = true;
+      return Owned::copy(value_of(arg));
     }
     if (is_sequence(arg)) return unwrap_items(arg, kind, own);
     kind = Owned::copy(type_of(arg));
@@ -289,6 +381,7 @@ class FunctionCall : public Call {
   }
 
   c10::SmallVector<PyObject*, 10> values_;  // owned
+  uint64_t in_tensors_ = 0;  // bits of the places that have tracers instead of their values
 };
 
 // A call of an operator, whose arguments are on the dispatcher's stack.
@@ -298,7 +391,7 @@ class OperatorCall : public Call {
   size_t positional = 0;  // without trailing arguments that equal the defaults
   bool named = false;     // keyword arguments are among them
 
-  // The tensor that is the first argument.
+  // The tracer that is the first argument.
   const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
   // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments
@@ -338,8 +431,11 @@ class OperatorCall : public Call {
   bool hold_tensors(const c10::IValue& value) {
     bool known = true;
     each_tensor(value, [&](const at::Tensor& tensor) {
-      held_.push_back(checked(THPVariable_Wrap(tensor)));
-      known = known && find_level(held_.back().get(), level);
+      auto* impl = tensor.unsafeGetTensorImpl();
+      bool has_object = impl->pyobj_slot()->load_pyobj() != nullptr ||
+          impl->key_set().has(c10::DispatchKey::Python);
+      held_.push_back(has_object ? checked(THPVariable_Wrap(tensor)) : Owned());
+      known = known && (!has_object || find_level(held_.back().get(), level));
     });
     return known;
   }
@@ -358,10 +454,11 @@ class OperatorCall : public Call {
       PyObject* held = held_[held_at_++].get();
       // A number that C++ has made a tensor of counts less in type promotion: Python gets the number.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-        return symbolic_number_of(held) ? Owned() : Owned::copy(type_of_number(tensor));
+        return held != nullptr && symbolic_number_of(held) ? Owned()
+                                                           : Owned::copy(type_of_number(tensor));
       Owned kind;
-      PyObject* unwrapped = unwrap_tensor(held, kind);
-      if (unwrapped != held) value = THPVariable_Unpack(unwrapped);
+      const at::Tensor& unwrapped = unwrap_tensor(tensor, held, kind);
+      if (&unwrapped != &tensor) value = unwrapped;
       return kind;
     }
     if (value.isTensorList() || value.isOptionalTensorList()) return unwrap_items(value);
@@ -387,10 +484,10 @@ class OperatorCall : public Call {
     auto unwrap_item = [&](const at::Tensor& tensor) {
       PyObject* held = held_[held_at_++].get();
       kinds.emplace_back();
-      PyObject* unwrapped = unwrap_tensor(held, kinds.back());
-      any |= unwrapped != held;
+      const at::Tensor& unwrapped = unwrap_tensor(tensor, held, kinds.back());
+      any |= &unwrapped != &tensor;
       all_none = false;
-      return unwrapped == held ? tensor : THPVariable_Unpack(unwrapped);
+      return unwrapped;
     };
     if (value.isTensorList()) {
       c10::List<at::Tensor> made;

@@ -22,6 +22,8 @@ template <class F>
 void each_tensor(const c10::IValue& value, F visit) {
   if (value.isTensor()) {
     if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (!value.isList()) {
+    return;
   } else if (value.isTensorList()) {
     for (const at::Tensor& item : value.toTensorList()) visit(item);
   } else if (value.isOptionalTensorList()) {
@@ -45,6 +47,7 @@ template <class F>
 c10::IValue with_tensors(const c10::IValue& value, F replace) {
   if (value.isTensor())
     return value.toTensor().defined() ? c10::IValue(replace(value.toTensor())) : value;
+  if (!value.isList()) return value;
   if (value.isTensorList()) {
     c10::List<at::Tensor> made;
     for (const at::Tensor& item : value.toTensorList()) made.push_back(replace(item));
@@ -63,13 +66,20 @@ c10::IValue with_tensors(const c10::IValue& value, F replace) {
 
 // True for two arguments that are the same to every kernel: also the signs of zeros.
 bool same_argument(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isNone() || other.isNone()) return one.isNone() && other.isNone();
+  if (one.isInt() && other.isInt()) return one.toInt() == other.toInt();
+  if (one.isBool() && other.isBool()) return one.toBool() == other.toBool();
+  if (one.isTensor() && other.isTensor()) return true;
+  if (one.isIntList() && other.isIntList()) {
+    auto first = one.toIntList(), second = other.toIntList();
+    return std::equal(first.begin(), first.end(), second.begin(), second.end());
+  }
   if (one.tagKind() != other.tagKind()) return false;
   if (one.isDouble()) {
     double first = one.toDouble(), second = other.toDouble();
     return std::memcmp(&first, &second, sizeof(double)) == 0;
   }
-  if (one.isTensor() || one.isTensorList() || one.isOptionalTensorList()) return true;
-  return one == other;
+  return one.isTensorList() || one.isOptionalTensorList() || one == other;
 }
 
 // How an argument of an operator becomes a Python object; kOther is left to torch.
@@ -121,9 +131,8 @@ struct Schema {
 // True if an argument has the default of its schema, and Python does not get it.
 bool is_default(const c10::Argument& argument, const c10::IValue& value) {
   if (!argument.default_value().has_value()) return false;
-  const c10::IValue& standard = *argument.default_value();
-  if (standard.isNone() || value.isNone()) return standard.isNone() && value.isNone();
-  return !value.isTensor() && !value.isTensorList() && standard == value;
+  return !value.isTensor() && !(value.isList() && value.isTensorList()) &&
+      same_argument(*argument.default_value(), value);
 }
 
 // The symbolic number that C++ has made a tensor of: torch keeps it in an attribute, since the data
@@ -241,6 +250,7 @@ class Arguments {
 // An argument of a Python call as a value of its schema's type.
 c10::IValue to_value(PyObject* object, const c10::Argument& argument) {
   if (object == Py_None) return c10::IValue();
+  if (THPVariable_CheckExact(object)) return THPVariable_Unpack(object);
   c10::TypePtr type = argument.type();
   const c10::TypeKind kind = type->kind();
   const bool number = kind == c10::TypeKind::NumberType;
@@ -249,22 +259,26 @@ c10::IValue to_value(PyObject* object, const c10::Argument& argument) {
   if (PyFloat_CheckExact(object) && (number || kind == c10::TypeKind::FloatType))
     return PyFloat_AS_DOUBLE(object);
   if (PyBool_Check(object) && kind == c10::TypeKind::BoolType) return object == Py_True;
+  if (PyLong_CheckExact(object) && type->isSubtypeOf(*c10::ListType::ofInts()))
+    return std::vector<int64_t>(argument.N().value_or(1), THPUtils_unpackLong(object));
   if (is_sequence(object) && type->isSubtypeOf(*c10::ListType::ofInts())) {
     std::vector<int64_t> ints;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i)
       ints.push_back(THPUtils_unpackLong(PySequence_Fast_ITEMS(object)[i]));
     return ints;
   }
-  if (!PyLong_Check(object) && !PyFloat_Check(object) && THPVariable_Check(object))
+  if (!PyLong_Check(object) && !PyFloat_Check(object) && is_tensor(object))
     return THPVariable_Unpack(object);
   torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
   return torch::jit::toIValue(object, type, argument.N());
 }
 
 // The arguments of an operator, from those of a Python call and the values of its keyword arguments:
-// parsing.Form.
+// parsing.Form. value(i, argument) is the one at a position.
+template <class F>
 Stack to_stack(
-    const c10::OperatorHandle& op, PyObject* form, PyObject* const* values, size_t positional) {
+    const c10::OperatorHandle& op, PyObject* form, PyObject* const* values, size_t positional,
+    F value) {
   PyObject* places = slot(form, slots.places);
   PyObject* packed = slot(form, slots.packed);
   const auto& arguments = op.schema().arguments();
@@ -281,8 +295,7 @@ Stack to_stack(
         PyTuple_SET_ITEM(numbers.get(), j - first, Py_NewRef(values[j]));
       stack.push_back(to_value(numbers.get(), arguments[i]));
     } else {
-      stack.push_back(
-          to_value(values[place > first ? place - first - 1 + positional : place], arguments[i]));
+      stack.push_back(value(place > first ? place - first - 1 + positional : place, arguments[i]));
     }
   }
   return stack;

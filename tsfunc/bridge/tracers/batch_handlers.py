@@ -434,7 +434,7 @@ def _use_compiled() -> None:
         "batch_changed": BatchChanged, "call_errors": (BatchChanged, *CALL_ERRORS),
         "record": record, "tracer_level": TracerLevel,
         "value": sys.intern("value"), "bdim": sys.intern("bdim"),
-        "dispatch_level": sys.intern("dispatch_level"),
+        "dispatch_level": sys.intern("dispatch_level"), "lift": sys.intern("lift"),
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):

@@ -414,12 +414,13 @@ def swap_identity(tensor: Any, tracer: Any) -> Any:
     """Give the object the tracer's tensor and class; return a new object with its old tensor."""
     hook = detach_hook(tensor)
     was = _set_aside(tensor)
+    attributes = attributes_of(tracer)  # a compiled tracer may have its value in its tensor
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
         tensor._is_param = True  # modules recognize a parameter by this attribute
     as_tensor, as_slotted = tracer.layouts or (type(tracer), type(tracer))
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
-    for name, value in attributes_of(tracer).items():
+    for name, value in attributes.items():
         setattr(tensor, name, was if value is tensor else value)
     if hook is not None:
         attach_hook(tensor, hook)
