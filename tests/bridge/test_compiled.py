@@ -98,6 +98,20 @@ def test_the_value_of_a_tracer_is_one_object(function_handler: str) -> None:
     assert torch.allclose(vmap(f)(x), x.sin() + x.exp())
 
 
+def test_writes_reach_aliases_that_python_has_not_read(function_handler: str) -> None:
+    x, w = torch.randn(3, 4), torch.randn(2, 4)
+
+    def f(row: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        written = row.sin()
+        bits = written.view(torch.int32)
+        written.add_(added)
+        return bits * 1
+
+    expected = torch.stack([torch.stack([f(row, added) for row in x]) for added in w])
+    for _ in range(4):
+        assert torch.equal(vmap(vmap(f, (0, None)), (None, 0))(x, w), expected)
+
+
 def test_tangents_of_tensors_from_outside(function_handler: str) -> None:
     w, x = (torch.randn(*size, dtype=torch.float64) for size in ((3, 2), (4, 2)))
 

@@ -139,6 +139,7 @@ class DispatchHandler : public c10::OperatorKernel {
         step != names.step_broadcast)
       return std::nullopt;
     bool shifts = !direct && !unbatched && can_shift(plan, call);
+    if (slot(plan, slots.writes) == Py_True) call.hold_written();
     Stack values = shifts ? call.values : Stack();
     if (direct || unbatched) values = std::move(call.values);
     if (direct) pad(values, call);

@@ -40,9 +40,9 @@ Owned call_on_values(
   Stack stack;
   if (handler != nullptr) {
     PyObject* form = slot(plan, slots.parsed);
-    bool packed = is_set(slot(form, slots.packed));
+    bool objects = is_set(slot(form, slots.packed)) || written != nullptr;
     stack = to_stack(
-        handler->handle(), form, packed ? call.values() : nullptr, call.positional,
+        handler->handle(), form, objects ? call.values() : nullptr, call.positional,
         [&](size_t i, const c10::Argument& argument) { return call.value(i, argument); });
     if (direct)
       pad(stack, call);

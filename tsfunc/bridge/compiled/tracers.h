@@ -26,7 +26,8 @@ bool enabled = true;
 //
 // NOTE [values without Python objects]
 // A value that no Python code has seen has no Python object: the tensor of its tracer owns it. The
-// first read of the attribute moves it into the tracer's slot.
+// first read of the attribute moves it into the tracer's slot. So does a call that writes the value,
+// which may give the Python object another tensor (NOTE [promotion of tensors]).
 class TracerImpl final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
@@ -37,6 +38,11 @@ class TracerImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       c10::VariableVersion&& version, bool allow_change) const override {
     return copy(std::move(version), allow_change);
+  }
+
+  void release_resources() override {
+    value.reset();
+    c10::TensorImpl::release_resources();
   }
 
   at::Tensor value;  // undefined if the tracer's slot has it
@@ -391,8 +397,13 @@ class OperatorCall : public Call {
   size_t positional = 0;  // without trailing arguments that equal the defaults
   bool named = false;     // keyword arguments are among them
 
-  // The tracer that is the first argument.
+  // The tensor that is the first argument.
   const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
+
+  // Let the value that a call writes have a Python object.
+  void hold_written() const {
+    if (is_tracer(held_[0].get())) value_of(held_[0].get());
+  }
 
   // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments
   // of types that plans do not take.
@@ -432,7 +443,8 @@ class OperatorCall : public Call {
     bool known = true;
     each_tensor(value, [&](const at::Tensor& tensor) {
       auto* impl = tensor.unsafeGetTensorImpl();
-      bool has_object = impl->pyobj_slot()->load_pyobj() != nullptr ||
+      bool has_object = held_.empty() ||  // a call may write its first tensor
+          impl->pyobj_slot()->load_pyobj() != nullptr ||
           impl->key_set().has(c10::DispatchKey::Python);
       held_.push_back(has_object ? checked(THPVariable_Wrap(tensor)) : Owned());
       known = known && (!has_object || find_level(held_.back().get(), level));

@@ -41,7 +41,7 @@ from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.reachable import ModuleEntry, Reachable
 from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
-from tsfunc.bridge.writing.storages import memory_of, memory_under
+from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
 from tsfunc.dispatch.state import active_levels
 
 
@@ -76,6 +76,12 @@ _noted: Final[dict[int, weakref.ref[torch.Tensor]]] = {}
 
 def recent_tensors() -> dict[int, torch.Tensor]:
     """Return the live tensors by id, without those older than the outermost active level."""
+    for tensor in _recent_objects().values():
+        physical(tensor)  # makes the Python object of a value that had none
+    return _recent_objects()
+
+
+def _recent_objects() -> dict[int, torch.Tensor]:
     # The youngest generation comes first: a collection after it moves and notes tensors that the
     # list has. A reused id does no harm: its tensor is young, or a collection has noted it.
     young = live_tensors(generation=0)
