@@ -6,9 +6,11 @@ The whole suite runs with them where they are built, and ``TSFUNC_COMPILED=0`` r
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,6 +112,76 @@ def test_writes_reach_aliases_that_python_has_not_read(function_handler: str) ->
     expected = torch.stack([torch.stack([f(row, added) for row in x]) for added in w])
     for _ in range(4):
         assert torch.equal(vmap(vmap(f, (0, None)), (None, 0))(x, w), expected)
+
+
+VIEWS: dict[str, Function] = {
+    "bits": lambda y: y.view(torch.int64),
+    "flat": lambda y: y.view(-1),
+    "reshaped": lambda y: torch.reshape(y, (2, 8)),
+    "transposed": lambda y: y.mT,
+    "row": lambda y: y[1],
+    "column": lambda y: y.select(-1, 2),
+    "slice": lambda y: y.narrow(0, 1, 2),
+    "windows": lambda y: y.unfold(0, 2, 1),
+    "diagonal": lambda y: y.diagonal(),
+    "expanded": lambda y: y.unsqueeze(0).expand(2, 4, 4),
+    "detached": lambda y: y.detach(),
+}
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "add": lambda y, w: y.add_(w),
+    "multiply": lambda y, w: y[1:].mul_(w[0]),
+    "copy": lambda y, w: y[0].copy_(w[1]),
+    "item": lambda y, w: y.__setitem__((slice(None), 1), w[2]),
+    "through a view": lambda y, w: y.view(2, 8).add_(w.reshape(2, 8)),
+    "swap": lambda y, w: y.mT.sub_(w),
+    "number": lambda y, w: y.mul_(2.0),
+}
+NESTED: dict[str, Callable[[Function], Function]] = {
+    "value": lambda f: f,
+    "grad": lambda f: grad(lambda row, w: f(row, w).sin().sum()),
+    "grad of both": lambda f: (
+        lambda *args: torch.cat(grad(lambda row, w: f(row, w).sin().sum(), (0, 1))(*args))
+    ),
+    "tangent": lambda f: lambda row, w: jvp(lambda x: f(x, w), (row,), (row.cos(),))[1],
+}
+
+
+def as_number(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_floating_point() else x.double() * 2.0**-60
+
+
+@pytest.mark.parametrize("derivative", NESTED)
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_writes_and_aliases_of_nested_levels(
+    function_handler: str, derivative: str, mode: Callable[[], Any]
+) -> None:
+    """Aliases of a value see its writes, also those that no Python code has read before."""
+    if derivative.startswith("grad") and mode is not nullcontext:
+        pytest.skip("autograd records nothing in this mode")
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    x, w = torch.randn(3, 4, 4).double(), torch.randn(2, 4, 4).double()
+    for _ in range(4):
+        views = rng.sample([*VIEWS], 3)
+        writes = rng.sample([*WRITES], rng.randrange(1, 3))
+        print(views, writes)
+
+        def f(row: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+            y = row.sin()
+            aliases = [VIEWS[name](y) for name in views]  # noqa: B023
+            for name in writes:  # noqa: B023
+                WRITES[name](y, added)
+            seen = [as_number(alias).cos().sum() * (i + 1) for i, alias in enumerate(aliases)]
+            return y * added + torch.stack(seen).sum()
+
+        g = NESTED[derivative](f)
+        with mode():
+            expected = torch.stack([torch.stack([g(row, added) for row in x]) for added in w])
+            for _ in range(4):  # planned, seen, recorded, repeated
+                found = vmap(vmap(g, (0, None)), (None, 0))(x, w)
+                torch.testing.assert_close(found, expected)
 
 
 def test_tangents_of_tensors_from_outside(function_handler: str) -> None:
