@@ -136,18 +136,17 @@ class State:
 
     def replace(self, **changes: Any) -> State:
         """Return a copy with other values of some attributes."""
-        attributes = {name: getattr(self, name) for name in _COPIED}
-        return State(**attributes | changes)
+        kept: dict[str, Any] = {
+            "include": self.include, "mask": self.mask, "levels": self.levels,
+            "running": self.running, "excluded": self.excluded, "recorder": self.recorder,
+            "remap_args": self.remap_args, "backend_operator": self.backend_operator,
+            "hidden": self.hidden,
+        }  # fmt: skip
+        return State(**kept | changes)
 
     def with_fresh_remap_args(self) -> State:
         """Return this state with a fresh ``remap_args``, to run a function a second time."""
         return self if self.remap_args is None else self.replace(remap_args=self.remap_args.fresh())
-
-
-_COPIED: Final = (
-    "include", "mask", "levels", "running", "excluded", "recorder", "remap_args",
-    "backend_operator", "hidden",
-)  # fmt: skip
 
 
 class _ThreadState(threading.local):
