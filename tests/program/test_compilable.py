@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import tsfunc
 
+pytestmark = pytest.mark.filterwarnings(  # inductor's import
+    "ignore:`torch.jit.script_method` is deprecated"
+)
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_gcc, pytest.mark.slow])]
 
