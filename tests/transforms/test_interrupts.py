@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -496,3 +496,65 @@ def test_an_error_of_the_function_restores_the_state() -> None:
     with pytest.raises(ZeroDivisionError):
         tsfunc.vmap(leaves)(X)
     assert observed() == before
+
+
+_BLOCK = """
+def block(function, interrupt):
+    try:
+        raise interrupt
+    finally:
+        function()
+"""
+
+
+def block_of(directory: str) -> Callable[[Callable[[], Any], BaseException], Any]:
+    """Return a function whose ``finally`` calls a function while an interrupt passes."""
+    scope: dict[str, Any] = {}
+    exec(compile(_BLOCK, os.path.join(directory, "block.py"), "exec"), scope)
+    return cast("Callable[[Callable[[], Any], BaseException], Any]", scope["block"])
+
+
+def failing() -> None:
+    raise RuntimeError("this block was not entered")
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(3), Interrupt()])
+@pytest.mark.parametrize("name", ["vmap", "grad", "program", "checkpoint"])
+def test_an_error_of_torchs_that_replaces_an_interrupt(name: str, interrupt: BaseException) -> None:
+    block = block_of(os.path.dirname(torch.__file__))
+
+    def f(x: Tensor) -> Tensor:
+        try:
+            block(failing, interrupt)
+        except RuntimeError as error:
+            raise ValueError("no result") from error  # as a backend's error becomes an ExportError
+        return x.sum()
+
+    transforms: dict[str, Callable[[Tensor], Any]] = {
+        "vmap": tsfunc.vmap(f), "grad": tsfunc.grad(f), "program": tsfunc.specialize(f),
+        "checkpoint": tsfunc.checkpoint(f),
+    }  # fmt: skip
+    before = observed()
+    with pytest.raises(type(interrupt)) as caught:
+        transforms[name](X)
+    assert caught.value is interrupt
+    assert observed() == before
+
+
+def test_an_interrupt_that_the_function_handles_is_its_own() -> None:
+    block = block_of("of a user")
+
+    def cleaned(x: Tensor) -> Tensor:
+        block(failing, KeyboardInterrupt())
+        return x
+
+    def caught(x: Tensor) -> Tensor:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ValueError("stopped") from None
+
+    with pytest.raises(RuntimeError, match="not entered"):
+        tsfunc.vmap(cleaned)(X)
+    with pytest.raises(ValueError, match="stopped"):
+        tsfunc.specialize(caught)(X)

@@ -49,6 +49,14 @@ restores the thread's dispatch keys to those of the call of the function. Inside
 exclude the Python key, and kernels get tensors without memory. A block that restores the keys
 therefore clears torch's frames in the traceback first.
 
+NOTE [errors in place of interrupts]
+An interrupt may stop torch's code between two steps that belong together. The ``finally`` block or
+the ``__exit__`` around it then fails ("trying to set the current ProxyTorchDispatchMode, but one
+already exists"), and this error takes the place of the interrupt, which is its context. The
+outermost call raises the interrupt instead. The first frame of the interrupt's traceback is the one
+that was handling it when the error was raised: if that is a frame of the user's code, the user has
+caught the interrupt and the error stays.
+
 Private names used here (torch 2.13 and 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
 dispatch keys; ``forward_ad._current_level`` is torch's dual level; ``_is_fwd_grad_enabled`` and its
 setter switch forward mode, ``_get_torch_function_state`` and its setter calls of
@@ -360,6 +368,7 @@ def _restore_warnings(filters: Any, show: Any, show_message: Any) -> None:
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_LIBRARIES = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__)
 _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 _YIELDS = tuple(opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND") if name in opmap)
 
@@ -381,7 +390,7 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
         ours: whether to clear the frames of this package and of generator-based context managers
             too, which may hold guards that an interrupt stopped them from leaving.
     """
-    roots = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__) if ours else _TORCH_ROOT
+    roots = _LIBRARIES if ours else _TORCH_ROOT
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -398,6 +407,27 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
                 with suppress(RuntimeError):  # the frame is still executing
                     frame.clear()
             step = step.tb_next
+
+
+# --- interrupts that an error of a library replaces
+
+
+def _replaced_interrupt(error: BaseException) -> BaseException | None:
+    """Return the interrupt that led to an error: NOTE [errors in place of interrupts]."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        exception = pending.pop()
+        if exception is None or id(exception) in seen:
+            continue
+        seen.add(id(exception))
+        pending += (exception.__cause__, exception.__context__)
+        if isinstance(exception, (Exception, GeneratorExit)) or exception is error:
+            continue
+        step = exception.__traceback__
+        if step is not None and step.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            return exception
+    return None
 
 
 # --- the outermost transform
@@ -489,8 +519,11 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
             finally:
                 own.inside = False
                 tls.state = state
-    except BaseException:
+    except BaseException as error:
         _restore(before)
+        interrupt = _replaced_interrupt(error)
+        if interrupt is not None:
+            raise interrupt from None
         raise
     finally:
         if own.unrestored is not None:  # the restoration was interrupted
