@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor
 
 import tsfunc
@@ -299,6 +301,54 @@ def test_second_derivatives_of_a_compiled_program(
     x = torch.rand(3)
     (first,) = torch.autograd.grad(func(y := x.clone().requires_grad_()).sum(), y)
     expected = plain_hessian(func, x) @ first
+    torch.testing.assert_close(SECOND[name](specialize(func, backend="aot_eager"), x), expected)
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.0)
+
+
+def written_attention(x: Tensor) -> Tensor:
+    y = x[:, None]
+    return (y @ y.mT / 1.0).softmax(-1) @ y
+
+
+def causal_attention(x: Tensor) -> Tensor:
+    y = x.reshape(2, 2)
+    mask = torch.tensor([[True, False], [True, True]])
+    return F.scaled_dot_product_attention(y, y.sin(), y.cos(), attn_mask=mask)
+
+
+def written_causal_attention(x: Tensor) -> Tensor:
+    y = x.reshape(2, 2)
+    mask = torch.tensor([[True, False], [True, True]])
+    scores = (y @ y.sin().mT / math.sqrt(2)).masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ y.cos()
+
+
+def unrandom(x: Tensor) -> Tensor:
+    return F.rrelu(F.dropout(x, 0.3, training=False) - 0.5, 0.1, 0.3, training=False).sin()
+
+
+def written_unrandom(x: Tensor) -> Tensor:
+    return F.leaky_relu(x - 0.5, 0.2).sin()
+
+
+@pytest.mark.parametrize(
+    ("func", "written"),
+    [
+        (attention, written_attention),
+        (causal_attention, written_causal_attention),
+        (unrandom, written_unrandom),
+    ],
+)
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_of_layers_that_could_draw_and_do_not(
+    name: str, func: Callable[[Tensor], Tensor], written: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.rand(4, dtype=torch.float64)
+    (first,) = torch.autograd.grad(written(y := x.clone().requires_grad_()).sum(), y)
+    expected = plain_hessian(written, x) @ first
     torch.testing.assert_close(SECOND[name](specialize(func, backend="aot_eager"), x), expected)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import specialize
+from tsfunc import checkpoint, specialize, vmap
 from tsfunc.errors import TypeCheckError
 
 
@@ -199,3 +199,45 @@ def test_a_file_has_no_place_for_them(tmp_path: Path) -> None:
         g(torch.ones(1))
         with pytest.raises(ValueError, match="a container of class"):
             g.save(tmp_path / "f.tsf")
+
+
+def shapes_of(results: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in results]
+
+
+SEVERAL: dict[str, Callable[..., Any]] = {
+    "max": lambda x, **out: torch.max(x, 1, **out),
+    "min": lambda x, **out: torch.min(x, 1, **out),
+    "aminmax": lambda x, **out: torch.aminmax(x, dim=1, **out),
+    "cummax": lambda x, **out: torch.cummax(x, 1, **out),
+    "cummin": lambda x, **out: torch.cummin(x, 0, **out),
+    "frexp": lambda x, **out: torch.frexp(x, **out),
+    "geqrf": lambda x, **out: torch.geqrf(x, **out),
+    "kthvalue": lambda x, **out: torch.kthvalue(x, 2, **out),
+    "median": lambda x, **out: torch.median(x, 1, **out),
+    "mode": lambda x, **out: torch.mode(x, 1, **out),
+    "nanmedian": lambda x, **out: torch.nanmedian(x, 1, **out),
+    "slogdet": lambda x, **out: torch.linalg.slogdet(x @ x.mT + torch.eye(4), **out),
+    "sort": lambda x, **out: torch.sort(x, 1, **out),
+    "topk": lambda x, **out: torch.topk(x, 2, **out),
+    "add": lambda x, **out: (torch.add(x, 1, **out),),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_results_in_given_tensors(name: str) -> None:
+    """An operator with several results gets one `out=` argument from torch's functions."""
+    f, x = SEVERAL[name], torch.arange(20.0).sin().reshape(4, 5)
+
+    def written(x: Tensor) -> Any:
+        outs = shapes_of(f(x))
+        f(x, out=tuple(outs) if len(outs) > 1 else outs[0])
+        return outs
+
+    batch = torch.stack([x, x.cos(), x + 1])
+    each = [torch.stack(rows) for rows in zip(*(f(row) for row in batch), strict=True)]
+    run = specialize(written)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), list(f(x)))
+        torch.testing.assert_close(vmap(run)(batch), each)
+        torch.testing.assert_close(specialize(checkpoint(written))(x), list(f(x)))

@@ -352,3 +352,27 @@ def test_tensors_made_in_a_trace_get_numbers_in_place(mode: Any) -> None:
         out = f(torch.ones(4))
         assert out[:, 0].eq(0).all()
         assert len(out[:, 1:].unique()) == 8
+
+
+OFF: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: torch.dropout(x, 0.3, False),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, False)[0],
+    "alpha_dropout": lambda x: torch.alpha_dropout(x, 0.3, False),
+    "feature_dropout": lambda x: torch.feature_dropout(x.view(1, 3), 0.3, False).view(3),
+    "rrelu": lambda x: torch.nn.functional.rrelu(x, 0.1, 0.3, False),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_derivatives_inside_of_vmap_of_layers_that_are_not_in_training(name: str) -> None:
+    """Without batched arguments they record their graph as any operator does."""
+    f, cotangents = OFF[name], torch.eye(3, dtype=torch.float64)
+    leaf = torch.tensor([-0.5, 0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    slope = torch.where(leaf < 0, 0.2, 1.0) if name == "rrelu" else torch.ones_like(leaf)
+    expected = (slope * f(leaf).cos()).detach().diag()
+
+    def inside(cotangent: Tensor) -> Tensor:
+        x = leaf.view_as(leaf)
+        return torch.autograd.grad(f(x).sin(), x, cotangent)[0]
+
+    torch.testing.assert_close(vmap(inside)(cotangents), expected)

@@ -16,7 +16,12 @@ from tsfunc.bridge.tracers.batch_tracer import (
     unwrap,
     unwrap_args,
 )
-from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator, functional_form
+from tsfunc.bridge.tracers.operators import (
+    CALL_ERRORS,
+    TorchOperator,
+    functional_form,
+    needs_rule,
+)
 from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -56,7 +61,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if any(dim is not None for _, dim in pairs.values()):
             return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
-    if not any_batched and not (isinstance(op, TorchOperator) and op.always_ruled):
+    if not any_batched and not (isinstance(op, TorchOperator) and needs_rule(op, values, kwargs)):
         note("once")
         return rewrap(op, level, args, kwargs, op.outward(*values, **kwargs), None)
     if (

@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.draw_keys import packed_draw_counts
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import TorchOperator, draws
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ def _draws(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return node.target.random
     op = node.meta.get("op")
-    return isinstance(op, TorchOperator) and op.random
+    return isinstance(op, TorchOperator) and draws(op, node.args, node.kwargs)
 
 
 # NOTE [random numbers of derivatives]

@@ -132,7 +132,7 @@ class TorchOperator(Operator):
         self.overload = overload
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        # True if its rule also gets calls without batched arguments.
+        # True if its rule also gets calls without batched arguments, as far as `needs_rule` says.
         self.always_ruled = self.random or self.name in _ALWAYS_RULED
         # True if it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
@@ -390,7 +390,9 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
     name = overload._schema.name.removeprefix("aten::")
     if op.name in METHODS:
         return METHODS[op.name], None
-    if overload.namespace == "aten" and name not in _OVERLOAD_ONLY:
+    # torch's functions take several results as one argument `out`, overloads by a name for each.
+    single = op.out_names in ((), ("out",))
+    if overload.namespace == "aten" and name not in _OVERLOAD_ONLY and single:
         for owner in (torch, torch.nn.functional):
             function = getattr(owner, name, None)
             if isinstance(function, type(torch.sin)):
@@ -467,6 +469,28 @@ def bind_arguments(
         if name not in names:
             raise TypeError(f"{op.name} has no argument {name}")
         yield names[name], value
+
+
+def draws(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a call may draw random numbers.
+
+    Attention draws nothing without a dropout probability, recurrent layers and dropout nothing if
+    they are not in training.
+    """
+    if not op.random:
+        return False
+    given = {argument.name: argument.default_value for argument in op.overload._schema.arguments}
+    given.update((argument.name, value) for argument, value in bind_arguments(op, args, kwargs))
+    if "dropout_p" in given or "dropout" in given:
+        probability = given.get("dropout_p", given.get("dropout"))
+        if isinstance(probability, int | float) and probability == 0:
+            return False
+    return not any(given.get(name) is False for name in ("train", "training"))
+
+
+def needs_rule(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a call without batched arguments is for the operator's rule, too."""
+    return op.always_ruled and (op.name in _ALWAYS_RULED or draws(op, args, kwargs))
 
 
 def map_items(function: Callable[[Any], Any], arg: Any) -> Any:

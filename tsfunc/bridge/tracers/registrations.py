@@ -40,7 +40,7 @@ from torch._C import _parse_dispatch_key
 
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.operators import operator_of, overload_of
+from tsfunc.bridge.tracers.operators import draws, operator_of, overload_of
 from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
@@ -151,9 +151,10 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     random = name in _RANDOM_NAMES
     inplace = random and name.endswith("_")
     rest = after(key)
+    trains = any(argument.name in ("train", "training") for argument in overload._schema.arguments)
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_storing_data():
+        if is_storing_data() or (trains and not draws(operator_of(overload), args, kwargs)):
             return overload.redispatch(keys & rest, *args, **kwargs)
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):

@@ -17,6 +17,7 @@ from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     arguments_of,
     bind_arguments,
+    draws,
     updates_statistics,
 )
 
@@ -50,7 +51,7 @@ def is_random(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return node.target.opaque or node.target.random
     op = node.meta.get("op")
-    return bool(op is not None and op.random)
+    return isinstance(op, TorchOperator) and draws(op, node.args, node.kwargs)
 
 
 def checks(node: torch.fx.Node) -> bool:
@@ -75,7 +76,7 @@ def is_pure(node: torch.fx.Node) -> bool:
     if "call" in node.meta:
         return False
     if isinstance(op, TorchOperator) and op.name not in STATISTICS:
-        return not (op.writes or op.random or op.asserts)
+        return not (op.writes or op.asserts or draws(op, node.args, node.kwargs))
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))
 
 
