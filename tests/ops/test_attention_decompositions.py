@@ -143,3 +143,43 @@ def test_a_transformer_layer_by_forward_mode() -> None:
     each = tsfunc.vmap(tsfunc.jacfwd(lambda x: layer(x[None])[0]))(x)
     back = tsfunc.vmap(tsfunc.jacrev(lambda x: layer(x[None])[0]))(x)
     torch.testing.assert_close(each, back)
+
+
+def attended(query: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, query * 2, query.cos(), attn_mask=mask, scale=0.4)
+
+
+def written_out(query: Tensor, mask: Tensor) -> Tensor:
+    return (query @ (query * 2).mT * 0.4 + mask).softmax(-1) @ query.cos()
+
+
+def by_query(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda query, mask: tsfunc.vjp(lambda q: f(q, mask), query)[1](query.sin())[0]
+
+
+MASKED: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "vmap of vjp": lambda f: tsfunc.vmap(by_query(f)),
+    "program of vjp": lambda f: tsfunc.specialize(by_query(f)),
+    "program of vmap of vjp": lambda f: tsfunc.specialize(tsfunc.vmap(by_query(f))),
+    "program of vjp of cond": lambda f: tsfunc.specialize(
+        by_query(lambda q, m: tsfunc.cond(q.sum() < 1e9, f, lambda q, m: q * 2, q, m))
+    ),
+    "program of a loop": lambda f: tsfunc.specialize(
+        by_query(lambda q, m: tsfunc.fori_loop(0, 2, lambda i, q: f(q, m), q))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_derivatives_by_a_mask_that_no_transform_differentiates_by(name: str) -> None:
+    """torch chooses an operator without a derivative by the mask, as no tracer requires grad."""
+    sizes = (3, 1, 2) if "vmap" in name else (1, 2)
+    query = torch.randn(*sizes, 4, 2, dtype=torch.float64)
+    mask = torch.randn(*sizes, 4, 4, dtype=torch.float64)
+    ours, theirs = MASKED[name](attended), MASKED[name](written_out)
+    ours(query, mask)  # a program is traced without gradients
+    for both in (False, True):
+        leaves = [query.clone().requires_grad_(both), mask.clone().requires_grad_()]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        got, want = (torch.autograd.grad(f(*leaves).sin().sum(), wanted) for f in (ours, theirs))
+        torch.testing.assert_close(got, want)

@@ -268,6 +268,14 @@ FORWARD: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_flash_attention": flash,
     "aten::_scaled_dot_product_cudnn_attention": cudnn,
 }
+# Those whose mask torch takes for a constant.
+MASKED: dict[str, Callable[..., Any]] = {
+    name: FORWARD[name]
+    for name in (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_cudnn_attention",
+    )
+}
 BACKWARD: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": for_cpu_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,

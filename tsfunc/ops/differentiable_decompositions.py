@@ -375,10 +375,16 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 # The fused kernels of attention have no formula for tangents.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
-    **attention_decompositions.FORWARD,
+    **{
+        name: form
+        for name, form in attention_decompositions.FORWARD.items()
+        if name not in attention_decompositions.MASKED
+    },
     **differentiable_linalg.PUSHED,
     **differentiable_norms.PUSHED,
 }
+# torch has no derivative of these by their mask, and no tangents.
+MASKED: dict[str, Callable[..., Any]] = attention_decompositions.MASKED
 # Two derivatives of torch's formulas are wrong or fail, even without tangents.
 TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::copysign.Tensor": copysign,

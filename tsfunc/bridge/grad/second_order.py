@@ -60,6 +60,7 @@ from tsfunc.dispatch.state import current_levels
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
     DECOMPOSED,
+    MASKED,
     NESTED_DECOMPOSED,
     PUSHED_DECOMPOSED,
     TWICE_DECOMPOSED,
@@ -73,7 +74,7 @@ _Decomposition = Callable[..., Any]
 _Condition = Callable[[Sequence[Any]], bool]
 
 # The backward formulas that a program intercepts while it runs.
-BACKWARD_FORMULAS = frozenset({*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED})
+BACKWARD_FORMULAS = frozenset({*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED, *MASKED})
 
 
 def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,13 +109,18 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         (TWICE_DECOMPOSED, _differentiated_twice, True),
         (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
         (PUSHED_DECOMPOSED, _has_tangent, True),
+        (MASKED, lambda x: _has_tangent(x) or _differentiates_mask(x), False),
         (_POWERS, _has_constant_exponent, True),
         (
             BACKWARD_DECOMPOSED,
             lambda x: _recorded(x) or _has_tangent_and_is_differentiated(x),
             False,
         ),
-        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _has_tangent(x), False),
+        (
+            UNDIFFERENTIABLE_DECOMPOSED,
+            lambda x: _recorded(x) or _has_tangent(x) or _perturbed_inside(x),
+            False,
+        ),
     ]
     for table, applies, skipped_by_one_derivative in tables:
         for name, decomposition in table.items():
@@ -279,6 +285,22 @@ def _differentiated_inside(values: Sequence[Any]) -> bool:
     """True if a value inside of a tracer is differentiated by."""
     with DisableTorchFunctionSubclass():
         return any(_differentiated(inner) for x in values for inner in _inside(x))
+
+
+def _differentiates_mask(values: Sequence[Any]) -> bool:
+    """True if attention is differentiated by its mask, the fourth tensor, at any level."""
+    masks = [value for value in values if isinstance(value, torch.Tensor)][3:]
+    return bool(masks) and (_recorded(masks) or _perturbed_inside(masks))
+
+
+def _perturbed_inside(values: Sequence[Any]) -> bool:
+    """True if a value inside of a tracer requires grad or has a tangent."""
+    with DisableTorchFunctionSubclass():
+        return any(
+            inner.requires_grad or forward_ad.unpack_dual(inner).tangent is not None
+            for x in values
+            for inner in _inside(x)
+        )
 
 
 def _inside(x: Any) -> Iterator[torch.Tensor]:
