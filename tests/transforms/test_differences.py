@@ -251,3 +251,15 @@ def test_sizes_that_depend_on_values() -> None:
     same(tsfunc.vmap(repeat)(X[:2, :2], counts), torch.func.vmap(repeat)(X[:2, :2], counts))
     ragged = tsfunc.vmap(torch.bincount, data_dependent="split")(torch.tensor([[1, 2], [0, 0]]))
     assert [row.tolist() for row in ragged.unbind()] == [[0, 1, 1], [2]]
+
+
+def test_derivatives_by_the_weights_of_a_cross_entropy() -> None:
+    x, target, weight = torch.rand(3, 3).unbind()
+
+    def loss(weight: Tensor) -> Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(x, target, pos_weight=weight)
+
+    assert torch.func.grad(loss)(weight).isfinite().all()
+    for derivative, by in ((tsfunc.grad(loss), weight), (tsfunc.vmap(tsfunc.grad(loss)), x[None])):
+        with pytest.raises(RuntimeError, match="not differentiable with respect to argument"):
+            derivative(by)
