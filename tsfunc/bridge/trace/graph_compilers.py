@@ -76,6 +76,8 @@ def inductor(
     if _has_loops(module):
         assert_in_bodies(module)
         patches["post_grad_custom_pre_pass"] = PrepareLoops()
+    if any(isinstance(value, torch.Generator) for value in vars(module).values()):
+        patches["fx_graph_cache"] = False  # the cache has copies of the generators
     table = None
     if decompositions and any(node.target in decompositions for node in _every_node(module)):
         table = {**select_decomp_table(), **decompositions}

@@ -44,7 +44,7 @@ from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
 from tsfunc.bridge.writing.storages import memory_of, physical
-from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
+from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook, hook_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,11 +71,13 @@ class TensorAliases:
         tensors: the tensor and those that share its memory, plain or tracers of one outer level.
         lifted: tracers of the level itself that wrap one of the tensors.
         entries: the parameters and buffers of modules from outside that have the memory.
+        hooks: the hooks of emulated views of the tensors.
     """
 
     tensors: list[torch.Tensor]
     lifted: list[Any]
     entries: list[ModuleEntry]
+    hooks: list[Any]
 
 
 def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
@@ -91,7 +93,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     recent, relatives, entries = relatives_of(plain, memory, level)
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
-    aliases = TensorAliases([] if depth else relatives, [], entries)
+    aliases = TensorAliases([] if depth else relatives, [], entries, [])
     others: list[Tracer] = []
     for tensor in recent.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
@@ -101,7 +103,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
             aliases.lifted.append(tensor)
         elif other.depth == depth:
             aliases.tensors.append(tensor)
-        elif other.alive and other.depth < level.depth:
+        elif other.alive and depth < other.depth < level.depth:
             others.append(tensor)
     wrapped = {id(value) for tensor in aliases.tensors for value in _values(tensor)}
     if any(id(tensor) not in wrapped for tensor in others):
@@ -110,6 +112,9 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     if outside or id(subject) not in recent:
         raise CreatedOutside
     aliases.tensors = _connected(subject, aliases.tensors)
+    promoted = {id(tensor) for tensor in aliases.tensors}
+    hooks = {id(hook): hook for hook in map(hook_of, recent.values())}.values()
+    aliases.hooks = [hook for hook in hooks if hook is not None and id(hook.base) in promoted]
     return aliases
 
 
@@ -202,7 +207,8 @@ class _Extent:
     def __init__(self, tensor: torch.Tensor) -> None:
         plain = _physical(tensor)
         self.offset: Any = plain.storage_offset()
-        self.size, self.stride = tensor.size(), tensor.stride()
+        self.size: Any = tensor.size()
+        self.stride: Any = tensor.stride()
         self.dtype = tensor.dtype
         self.conj, self.negative = plain.is_conj(), plain.is_neg()
         self.tracked = plain.requires_grad
@@ -275,8 +281,10 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
     """
     # The tensors date from before the write: record the copies even if the write is under no_grad.
     inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)
+    # An emulated view of a tensor that was transposed in place knows the previous strides.
+    movable = all(hook.stride == hook.base.stride() for hook in aliases.hooks)
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
-        pairs = list(_counterparts(aliases.tensors, level, batched))
+        pairs = list(_counterparts(aliases.tensors, level, batched, movable))
     promoted = {id(tensor): tensor for tensor, _ in pairs}
     replaced: Replaced = []
     for tensor, tracer in pairs:
@@ -288,6 +296,8 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
             lifted.value = now.value
             if isinstance(lifted, BatchTracer):
                 lifted.bdim = now.bdim
+    for hook in aliases.hooks if movable else ():
+        hook.stride = hook.base.stride()
     return replaced
 
 
@@ -308,7 +318,7 @@ def demote(replaced: Replaced) -> None:
 
 
 def _counterparts(
-    tensors: Tensors, level: TracerLevel, batched: bool
+    tensors: Tensors, level: TracerLevel, batched: bool, movable: bool
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield each tensor with its new tracer: the base, tensors unlinked from it, and views."""
     positions = {id(tensor): _Extent(tensor) for tensor in tensors}
@@ -318,6 +328,8 @@ def _counterparts(
     firsts = [_first(group, positions) for group in groups.values()]
     if batched:
         base, position = _covering(firsts, positions)
+        if movable:
+            _close_gaps(position, list(positions.values()))
         copies = _copies(base, position, level)
     for first, group in zip(firsts, groups.values(), strict=True):
         at = positions[id(first)]
@@ -365,6 +377,44 @@ def _covering(firsts: Tensors, positions: Mapping[int, _Extent]) -> tuple[torch.
             whole = torch.empty(0, dtype=firsts[0].dtype, device=firsts[0].device)
         whole.set_(firsts[0].untyped_storage())
         return whole, _Extent(whole)
+
+
+def _close_gaps(base: _Extent, extents: Sequence[_Extent]) -> None:
+    """Move tensors to their places in a base without gaps, if steps along its dims reach them.
+
+    An example of a tensor of an outer vmap has gaps if its batch dim is not the first. In a
+    program, compilers lose gaps when they replace a write by its result.
+    """
+    extents = [base, *(extent for extent in extents if extent is not base)]
+    if base.full or any(extent.dtype is not base.dtype for extent in extents):
+        return
+    steps: list[tuple[Any, Any]] = []  # the stride of each dim, with gaps and without
+    dense: Any = 1
+    for size, stride in sorted(zip(base.size, base.stride, strict=True), key=_hinted_stride):
+        if hint_of(size) != 1:
+            steps.insert(0, (stride, dense))
+            dense = dense * size
+
+    def moved(distance: Any) -> Any:
+        place: Any = 0
+        for stride, step in steps:
+            count = distance // stride if hint_of(stride) else 0
+            place, distance = place + count * step, distance - count * stride
+        return None if hint_of(distance) else place
+
+    start, places = base.offset, []
+    for extent in extents:
+        pairs = zip(extent.size, extent.stride, strict=True)
+        strides = [moved(stride) if hint_of(size) > 1 else stride for size, stride in pairs]
+        places.append((moved(extent.offset - start), strides))
+    if any(offset is None or None in strides for offset, strides in places):
+        return
+    for extent, (offset, strides) in zip(extents, places, strict=True):
+        extent.offset, extent.stride = offset, tuple(strides)
+
+
+def _hinted_stride(dim: tuple[Any, Any]) -> Any:
+    return hint_of(dim[1])
 
 
 def _copies(base: torch.Tensor, position: _Extent, level: TracerLevel) -> Any:

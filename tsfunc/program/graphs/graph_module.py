@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -40,7 +41,33 @@ def graph_module(
             mode.switch(bool(node.meta.get("no_grad")))
         values[node] = made.node_copy(node, values.__getitem__)
         values[node].meta = dict(node.meta)
+    name_generators(root, made)
     return torch.fx.GraphModule(root, made, name)
+
+
+def name_generators(root: torch.nn.Module, graph: torch.fx.Graph) -> bool:
+    """Make the generators that calls take attributes, since torch writes calls as Python.
+
+    Returns:
+        True if there are any.
+    """
+    names: dict[int, str] = {}
+    for node in list(graph.nodes):
+        for key, value in [*enumerate(node.args), *node.kwargs.items()]:
+            if not isinstance(value, torch.Generator):
+                continue
+            name = names.get(id(value))
+            if name is None:
+                free = (f"_generator_{i}" for i in itertools.count())
+                name = names[id(value)] = next(each for each in free if not hasattr(root, each))
+                setattr(root, name, value)
+            with graph.inserting_before(node):
+                attribute = graph.create_node("get_attr", name)
+            if isinstance(key, int):
+                node.update_arg(key, attribute)
+            else:
+                node.update_kwarg(key, attribute)
+    return bool(names)
 
 
 def _add(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

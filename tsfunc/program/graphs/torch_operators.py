@@ -46,6 +46,7 @@ from tsfunc.bridge.trace.torch_tracing import (
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
+from tsfunc.program.graphs.graph_module import name_generators
 
 # --- recurrent layers over a named dim of time, as torch's scan
 
@@ -115,6 +116,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         graph.erase_node(node)
+    name_generators(module, graph)  # those of inlined bodies
     for part in _graph_modules(module):
         _drop_states(part.graph)
         part.recompile()
@@ -343,6 +345,9 @@ class Writer:
             graph.output(results)
         else:
             graph.output(inner.apart(results))
+        if name_generators(root, graph):
+            # Inductor draws other numbers there.
+            raise NoTorchOperator("a body draws from a torch.Generator")
         return self._part(name, torch.fx.GraphModule(root, graph, name))
 
     def _part(self, name: str, part: Any) -> torch.fx.Node:
