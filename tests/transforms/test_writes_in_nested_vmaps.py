@@ -22,6 +22,8 @@ VIEWS: dict[str, Made] = {
     "flat": lambda y: y.flatten(),
     "itself": lambda y: y,
     "view of a view": lambda y: y[1:][..., 1:],
+    "detached": lambda y: y.detach(),
+    "detached slice": lambda y: y[:, 1:].detach(),
 }
 DIMS = [((0, None), (0, 1)), ((0, None), (0, 2)), ((1, None), (None, 1)), ((2, 0), (1, None))]
 Dims = Sequence[Sequence[int | None]]

@@ -48,6 +48,7 @@ from torch.autograd import Function, forward_ad
 from tsfunc.bridge.grad import autograd, pullbacks
 from tsfunc.bridge.grad.apply_hook import call_torch_apply
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
+from tsfunc.bridge.tracers.nesting import is_differentiated
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
@@ -295,12 +296,9 @@ def _differentiates_mask(values: Sequence[Any]) -> bool:
 
 def _perturbed_inside(values: Sequence[Any]) -> bool:
     """True if a value inside of a tracer requires grad or has a tangent."""
-    with DisableTorchFunctionSubclass():
-        return any(
-            inner.requires_grad or forward_ad.unpack_dual(inner).tangent is not None
-            for x in values
-            for inner in _inside(x)
-        )
+    return any(
+        is_differentiated(getattr(x, "value", None)) for x in values if isinstance(x, Tracer)
+    )
 
 
 def _inside(x: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import forward_ad
+
 from tsfunc.bridge.tracers.tracer import Tracer
 
 
@@ -33,3 +37,13 @@ def innermost_value(value: Any, kinds: Any = Tracer) -> Any:
     while isinstance(value, kinds):
         value = getattr(value, "value", None)
     return value
+
+
+def is_differentiated(value: Any) -> bool:
+    """True if a tensor, or one inside of it, requires grad or has a tangent."""
+    with DisableTorchFunctionSubclass():
+        while isinstance(value, torch.Tensor):
+            if value.requires_grad or forward_ad.unpack_dual(value).tangent is not None:
+                return True
+            value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False

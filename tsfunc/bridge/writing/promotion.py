@@ -39,12 +39,13 @@ from torch._C import (
 )
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.nesting import is_differentiated
 from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
 from tsfunc.bridge.writing.storages import memory_of, physical
-from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook, hook_of
+from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, detach_hook, hook_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -77,7 +78,7 @@ class TensorAliases:
     tensors: list[torch.Tensor]
     lifted: list[Any]
     entries: list[ModuleEntry]
-    hooks: list[Any]
+    hooks: list[TracerHook]
 
 
 def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
@@ -114,7 +115,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     aliases.tensors = _connected(subject, aliases.tensors)
     promoted = {id(tensor) for tensor in aliases.tensors}
     hooks = {id(hook): hook for hook in map(hook_of, recent.values())}.values()
-    aliases.hooks = [hook for hook in hooks if hook is not None and id(hook.base) in promoted]
+    aliases.hooks = [x for x in hooks if isinstance(x, TracerHook) and id(x.base) in promoted]
     return aliases
 
 
@@ -211,7 +212,7 @@ class _Extent:
         self.stride: Any = tensor.stride()
         self.dtype = tensor.dtype
         self.conj, self.negative = plain.is_conj(), plain.is_neg()
-        self.tracked = plain.requires_grad
+        self.tracked = is_differentiated(tensor)
 
     @property
     def span(self) -> Any:

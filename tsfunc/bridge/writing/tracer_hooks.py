@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tsfunc.bridge.tracers.batch_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS
 from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler
 
 
 class TracerHook:
-    """The hook of a tracer, with the data that it needs."""
+    """The hook of a tracer, with the data that it needs.
+
+    Attributes:
+        base: the tensor that a write to the tracer writes to.
+        stride: the strides of the base, as the hook knows them.
+    """
+
+    base: torch.Tensor
+    stride: tuple[int, ...]
 
     @staticmethod
     def serve(
