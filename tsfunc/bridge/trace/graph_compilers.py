@@ -99,7 +99,11 @@ def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[tor
         with copied_views(), while_torch_traces():
             return backend(module, list(examples))
     except Exception as error:
-        raise CompilerFailed(f"{type(error).__name__}: {error}") from error
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            problem = f"torch {torch.__version__} branches on a size or number that data determine"
+        else:
+            problem = f"{type(error).__name__}: {error}"
+        raise CompilerFailed(problem) from error
 
 
 def _every_node(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
