@@ -44,6 +44,5 @@ def channels_back(x: Tensor) -> Tensor:
 
 
 def moved_dim(dim: int, rank: int) -> int:
-    """Return the position of a logical dim after ``channels_moved``; examples have ``rank`` "
-    "dims."""
+    """Return a logical dim's position after ``channels_moved``; examples have ``rank`` dims."""
     return {0: 1, 1: rank}.get(dim, dim)

@@ -84,8 +84,10 @@ def determinant(
 
 
 def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Like ``_broadcast_batches``, for kernels that broadcast: unbatched tensors get a dim of "
-    "size 1."""
+    """Like ``_broadcast_batches``, for kernels that broadcast.
+
+    Unbatched tensors get a dim of size 1.
+    """
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
     return [
         unit_dims(

@@ -20,7 +20,7 @@ class BatchChanged(Exception):
 
 
 def agree(op: Any, level: RuleLevel, answers: Tensor) -> None:
-    """Return if all examples have equal rows of ``data_methods``.
+    """Check that the rows of ``answers``, one for each example, are equal.
 
     Raises:
         BatchChanged: the rows differ; the level's batch now has only examples with equal rows.

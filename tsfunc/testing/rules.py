@@ -31,11 +31,9 @@ def check_custom_rule(
     Under ``vmap`` the function and its pullback are compared with the loop. All arguments are
     batched together and each alone, along the first and the last dim, for a batch of one example
     and a batch that is larger than any dim of the arguments. The derivatives are checked in
-    ``float64``:
-    forward
-    mode against central differences, and reverse mode against central differences and against the
-    transpose of forward mode. The values that the rules return are compared with the function's
-    own.
+    ``float64``: forward mode against central differences, and reverse mode against central
+    differences and against the transpose of forward mode. The values that the rules return are
+    compared with the function's own.
     In the dtypes of the given arguments, the results of the rules must have the function's dtypes.
     For complex tensors the real and the imaginary parts are checked, by torch's definition of
     gradients. A function without forward mode is checked without it.

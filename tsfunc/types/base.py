@@ -237,8 +237,7 @@ class Order:
         return narrower is not None and all(self.below(each, wider) for each in narrower)
 
     def pairs_below(self, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
-        """True if there are as many types as others, each below the other at its "
-        "position."""
+        """True if there are as many types as others, each below the other at its position."""
         return ones is not None and len(ones) == len(others) and all(map(self.below, ones, others))
 
     def may_differ(self, narrower: TSType, wider: TSType) -> bool:

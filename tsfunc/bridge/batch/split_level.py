@@ -201,8 +201,10 @@ class SplitLevel(BatchLevel):
             raise RestartRun(level)
 
     def note_argument(self, value: torch.Tensor, position: int) -> None:
-        """Record that ``value`` is the input at ``position``; the caller must see writes into "
-        "it."""
+        """Record that ``value`` is the input at ``position``.
+
+        The caller must see writes into it.
+        """
         self._moves.note_argument(value, self, position)
 
 

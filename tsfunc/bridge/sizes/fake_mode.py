@@ -18,6 +18,7 @@ on the CPU, :func:`results_of_fixed_sizes` does without it:
 ``tests/bridge/test_fake_mode.py`` compares the results with FakeTensorMode's over torch's operator
 database. On other devices an operator may choose its kernel, and with it strides, by the device,
 which a kernel for meta tensors can't see.
+
 NOTE [scaled-down calls]
 The result shapes of most operators are made of the sizes of their arguments: each size of a sum, a
 product of matrices, a softmax or an embedding is a size of an argument, or 1. The choice, and

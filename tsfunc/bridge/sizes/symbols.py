@@ -1,7 +1,7 @@
 """Symbolic sizes: one symbol for each named dim and each size that depends on data.
 
-torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.11 to
-2.13): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
+torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.13
+and 2.14): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
 expressions. These modules import sympy, which takes half a second, so this file imports them when
 a symbol is first made.
 
@@ -19,7 +19,7 @@ their arguments) become calls of :func:`check_size` in the program.
 
 A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and its
 assertions are checked in the body. The asserted facts therefore hold only there, and the code
-around the body can't rely on them (``facts.py``).
+around the body can't rely on them (``scoped_facts``).
 """
 
 from __future__ import annotations

@@ -341,8 +341,7 @@ def _guards_of(value: Any) -> TensorGuards | None:
 
 
 def guards_for_user_query(value: Any) -> TensorGuards | None:
-    """Return the tensor guards of a tensor's trace, if the query comes from outside of this "
-    "package."""
+    """Return the guards of a tensor's trace if code outside of this package asks, else None."""
     if not isinstance(value, Tracer):
         return None
     guards: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)

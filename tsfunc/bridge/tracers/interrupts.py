@@ -391,14 +391,7 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
             too, which may hold guards that an interrupt stopped them from leaving.
     """
     roots = _LIBRARIES if ours else _TORCH_ROOT
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        exception = pending.pop()
-        if exception is None or id(exception) in seen:
-            continue
-        seen.add(id(exception))
-        pending += (exception.__cause__, exception.__context__)
+    for exception in _with_causes(error):
         step = exception.__traceback__
         while step is not None:
             frame = step.tb_frame
@@ -409,19 +402,24 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
             step = step.tb_next
 
 
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """Return an exception, its causes and contexts, and theirs, each once."""
+    found: dict[int, BaseException] = {}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        exception = pending.pop()
+        if exception is not None and id(exception) not in found:
+            found[id(exception)] = exception
+            pending += (exception.__cause__, exception.__context__)
+    return list(found.values())
+
+
 # --- interrupts that an error of a library replaces
 
 
 def _replaced_interrupt(error: BaseException) -> BaseException | None:
     """Return the interrupt that led to an error: NOTE [errors in place of interrupts]."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        exception = pending.pop()
-        if exception is None or id(exception) in seen:
-            continue
-        seen.add(id(exception))
-        pending += (exception.__cause__, exception.__context__)
+    for exception in _with_causes(error):
         if isinstance(exception, (Exception, GeneratorExit)) or exception is error:
             continue
         step = exception.__traceback__

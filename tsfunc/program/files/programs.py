@@ -316,9 +316,7 @@ def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
 
 
 def _dims_in(names: Mapping[Any, Any]) -> list[str]:
-    return [
-        call_spec if isinstance(call_spec, str) else call_spec[1] for call_spec in names.values()
-    ]
+    return [form if isinstance(form, str) else form[1] for form in names.values()]
 
 
 def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> ProgramData:

@@ -108,13 +108,17 @@ class _Step:
             new = torch.where(self._found_inf == 1, old, new)
         old.copy_(new)
 
-    def gradient(self, grad: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:
+    def gradient(
+        self, param: Tensor, grad: Tensor, weight_decay: float, grad_scale: Tensor | None,
+        maximize: bool,
+    ) -> Tensor:  # fmt: skip
         """Return the gradient that the step follows, and write it back where it was scaled."""
         if grad_scale is not None:
             scaled = grad / grad_scale
             self.write(grad, scaled)
             grad = scaled
-        return -grad if maximize else grad
+        grad = -grad if maximize else grad
+        return grad + param * weight_decay if weight_decay else grad
 
 
 def _adam(decoupled: bool) -> Callable[..., None]:
@@ -126,11 +130,10 @@ def _adam(decoupled: bool) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         one = _Step(found_inf)
         for i, param in enumerate(params):
-            grad, start = one.gradient(grads[i], grad_scale, maximize), param
+            decay = 0.0 if decoupled else weight_decay
+            grad, start = one.gradient(param, grads[i], decay, grad_scale, maximize), param
             if weight_decay and decoupled:
                 start = param - lr * weight_decay * param
-            elif weight_decay:
-                grad = grad + param * weight_decay
             step = steps[i].double()
             average = averages[i] + (1 - beta1) * (grad - averages[i])
             square = squares[i] * beta2 + (1 - beta2) * grad * grad
@@ -154,9 +157,7 @@ def _fused_sgd(
 ) -> None:  # fmt: skip
     one = _Step(found_inf)
     for i, param in enumerate(params):
-        grad = one.gradient(grads[i], grad_scale, maximize)
-        if weight_decay:
-            grad = grad + param * weight_decay
+        grad = one.gradient(param, grads[i], weight_decay, grad_scale, maximize)
         if momentum:
             buffer = grad if is_first_step else buffers[i] * momentum + grad * (1 - dampening)
             one.write(buffers[i], buffer)
@@ -171,9 +172,7 @@ def _fused_adagrad(
 ) -> None:  # fmt: skip
     one = _Step(found_inf)
     for i, param in enumerate(params):
-        grad = one.gradient(grads[i], grad_scale, maximize)
-        if weight_decay:
-            grad = grad + param * weight_decay
+        grad = one.gradient(param, grads[i], weight_decay, grad_scale, maximize)
         rate = lr / (1 + (steps[i].double() - 1) * lr_decay)
         total = sums[i] + grad * grad
         one.write(param, param - rate * grad / (total.sqrt() + eps))

@@ -191,15 +191,26 @@ def loop(
     Returns:
         The last carry; None if the loop has to run on tracers.
     """
-    level = choice.level
+
+    def run(batch: PhysicalBatch) -> Sequence[Any] | None:
+        return run_batched_loop(condition, body, carried, batch, read(choice.values).bool())
+
+    return _on_physical(run, operands, choice.level)
+
+
+def _on_physical(
+    run: Callable[[PhysicalBatch], Sequence[Any] | None], operands: Sequence[Any], level: BatchLevel
+) -> tuple[Any, ...] | None:
+    """Return the results of a function of the operands' physical values, as tensors of the vmap.
+
+    None if the operands have to be tracers, or if the function returns None.
+    """
     if not _is_outermost(level):
         return None
     with level.restored():
         batch = _physical(operands, level)
-        if batch is None:
-            return None
-        carried_out = run_batched_loop(condition, body, carried, batch, read(choice.values).bool())
-    return None if carried_out is None else tuple([wrap(x, 0, level) for x in carried_out])
+        results = None if batch is None else run(batch)
+    return None if results is None else tuple([wrap(x, 0, level) for x in results])
 
 
 def run_batched_loop(
@@ -249,15 +260,11 @@ def choice(
         operands: the operands of the branches, as tensors of the vmap.
         taken: the branch that each example takes.
     """
-    level = taken.level
-    if not _is_outermost(level):
-        return None
-    with level.restored():
-        batch = _physical(operands, level)
-        if batch is None:
-            return None
-        results = run_batched_choice(branches, batch, read(taken.values))
-    return None if results is None else tuple([wrap(x, 0, level) for x in results])
+
+    def run(batch: PhysicalBatch) -> Sequence[Any] | None:
+        return run_batched_choice(branches, batch, read(taken.values))
+
+    return _on_physical(run, operands, taken.level)
 
 
 def run_batched_choice(
