@@ -41,12 +41,12 @@ roll_scale.register_autograd(pull, setup_context=keep)
 def rule(
     op: Any,
     level: ops.RuleLevel,
-    dims: Sequence[int | None],
+    bdims: Sequence[int | None],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, int]:
     x, *rest = args
-    return op(x.movedim(dims[0], 0), *rest, **kwargs), 0
+    return op(x.movedim(bdims[0], 0), *rest, **kwargs), 0
 
 
 ops.register(roll_scale, category="N-Dimensional", rule=rule)

@@ -25,11 +25,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("at", [0, -1])
-def test_the_results_are_empty(call: str, at: int) -> None:
+@pytest.mark.parametrize("bdim", [0, -1])
+def test_the_results_are_empty(call: str, bdim: int) -> None:
     f, shapes = CALLS[call]
     one = f(*[torch.rand(shape) for shape in shapes])
-    none = vmap(f, in_dims=at)(*[torch.rand(*s, 0) if at else torch.rand(0, *s) for s in shapes])
+    none = vmap(f, in_dims=bdim)(
+        *[torch.rand(*s, 0) if bdim else torch.rand(0, *s) for s in shapes]
+    )
     pairs = [(none, one)] if isinstance(one, Tensor) else list(zip(none, one, strict=True))
     for mine, example in pairs:
         assert mine.shape == (0, *example.shape) and mine.dtype is example.dtype

@@ -104,7 +104,7 @@ def subsets(
             yield chosen
 
 
-def physical(examples: Sequence[Tensor], at: int) -> Tensor:
+def physical(examples: Sequence[Tensor], bdim: int) -> Tensor:
     """The examples stacked at a dim, each laid out in memory as it was if it fills its memory."""
     first = examples[0]
     steps = first.stride()
@@ -113,8 +113,8 @@ def physical(examples: Sequence[Tensor], at: int) -> Tensor:
     back = [0] * (first.dim() + 1)
     for place, dim in enumerate(order):
         back[dim + 1] = place + 1
-    inside = stacked.permute(back).movedim(0, at)
-    if first.is_contiguous() and at:
+    inside = stacked.permute(back).movedim(0, bdim)
+    if first.is_contiguous() and bdim:
         inside = inside.contiguous()
     return inside
 
@@ -135,7 +135,7 @@ def batch_of(
     inputs = list(case.tensors)
     dims = []
     for level, (chosen, size) in enumerate(zip(levels, sizes, strict=False)):
-        at: list[int | None] = [None] * len(inputs)
+        bdims: list[int | None] = [None] * len(inputs)
         for i in chosen:
             x = inputs[i]
             step = 5**level
@@ -143,8 +143,8 @@ def batch_of(
             examples = [vary(x, j * step) if vary_it else x for j in range(max(size, 1))]
             spot = {"first": 0, "last": x.dim()}.get(where, rng.randint(0, x.dim()))
             inputs[i] = physical(examples, spot).narrow(spot, 0, size)
-            at[i] = spot - inputs[i].dim() if where == "last" else spot
-        dims.append(tuple(at))
+            bdims[i] = spot - inputs[i].dim() if where == "last" else spot
+        dims.append(tuple(bdims))
     return Batch(tuple(inputs), tuple(dims), tuple(sizes[: len(levels)]))
 
 
@@ -171,8 +171,8 @@ def written_inputs(
     for i in case.written:
         x = inputs[i]
         for level, dims in enumerate(reversed(batch.dims)):
-            at = dims[i]
-            assert at is not None
-            x = x.movedim(at + level if at >= 0 else at, level)
+            bdim = dims[i]
+            assert bdim is not None
+            x = x.movedim(bdim + level if bdim >= 0 else bdim, level)
         mine.append(x)
     return tuple(mine), tuple(want[-count:])

@@ -329,14 +329,14 @@ def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: st
     (dims,) = batch.dims
     places = case.differentiable
     tangents = [direction(inputs[i]) for i in places]
-    at = [dims[i] for i in places]
+    bdims = [dims[i] for i in places]
     first = [x if d is None else x.select(d, 0) for x, d in zip(inputs, dims, strict=True)]
     none: list[int | None] = [None] * len(dims)
     if which == "primals":
-        tangents, at = [direction(first[i]) for i in places], [None] * len(places)
+        tangents, bdims = [direction(first[i]) for i in places], [None] * len(places)
     elif which == "tangents":
         inputs, dims = first, tuple(none)
-    every = (*dims, *at)
+    every = (*dims, *bdims)
     if all(dim is None for dim in every):
         raise NotDifferentiable("nothing is batched")
     given = (*inputs, *tangents)

@@ -136,17 +136,17 @@ class Plan:
 def plan(args: Sequence[Any], batched: dict[tuple[int, int | None], int], size: int) -> Plan:
     """Batches the tensors at the paths given, each with its batch dim where it says."""
     made = Plan([None] * len(args), list(args), [list(args) for _ in range(size)])
-    for path, at in batched.items():
+    for path, bdim in batched.items():
         variants = [vary(_at(args, path), i) for i in range(size)]
-        _replace(made.args, path, torch.stack(variants).movedim(0, at))
+        _replace(made.args, path, torch.stack(variants).movedim(0, bdim))
         for example, variant in zip(made.examples, variants, strict=True):
             _replace(example, path, variant)
         i, j = path
         if j is None:
-            made.dims[i] = at
+            made.dims[i] = bdim
         else:
             entry = made.dims[i] or [None] * len(args[i])
-            made.dims[i] = [at if k == j else d for k, d in enumerate(entry)]
+            made.dims[i] = [bdim if k == j else d for k, d in enumerate(entry)]
     return made
 
 
@@ -164,14 +164,14 @@ def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
     for i, want in enumerate(expected):
         wanted = [w for w, _ in _flat(want, None)]
         assert len(wanted) == len(got), f"{what}: {len(got)} results, not {len(wanted)}"
-        for k, ((value, at), w) in enumerate(zip(got, wanted, strict=True)):
-            label = f"{what}: result {k} of example {i}, batch dim {at}"
+        for k, ((value, bdim), w) in enumerate(zip(got, wanted, strict=True)):
+            label = f"{what}: result {k} of example {i}, batch dim {bdim}"
             if not isinstance(w, Tensor):
                 assert value == w or value is w, f"{label}: {value} is not {w}"
                 continue
-            assert at is None or 0 <= at < value.dim(), label
-            assert at is None or value.shape[at] == len(expected), label
-            mine = value if at is None else value.select(at, i)
+            assert bdim is None or 0 <= bdim < value.dim(), label
+            assert bdim is None or value.shape[bdim] == len(expected), label
+            mine = value if bdim is None else value.select(bdim, i)
             assert mine.shape == w.shape, f"{label}: {tuple(mine.shape)} not {tuple(w.shape)}"
             try:
                 # Summing in another order moves the last digits.

@@ -56,18 +56,18 @@ def test_masks_of_each_example(shape: tuple[int, ...], queries: int | None) -> N
     forward, backward = find(op.name()), find(back.name())
     assert forward is not None and forward.rule is not None
     assert backward is not None and backward.rule is not None
-    outs, at = forward.rule(op, Level(), dims, [q, k, v, 0.0, False], {"attn_mask": masks})
+    outs, out_dims = forward.rule(op, Level(), dims, [q, k, v, 0.0, False], {"attn_mask": masks})
     grad = normal(4, 2, 5, 8)
     dims = [None, queries, None, None, 0, 0, None, None, {"attn_mask": len(shape)}]
     args = [grad, q, k, v, *outs, 0.0, False]
-    grads, grads_at = backward.rule(back, Level(), dims, args, {"attn_mask": masks})
+    grads, grad_dims = backward.rule(back, Level(), dims, args, {"attn_mask": masks})
     expected, expected_grads = [], []
     for i in range(3):
         one, mask = (q[i] if queries == 0 else q), masks[..., i]
         expected.append(op(one, k, v, 0.0, False, attn_mask=mask))
         expected_grads.append(back(grad, one, k, v, *expected[-1], 0.0, False, attn_mask=mask))
-    compare(outs, at, expected, "forward")
-    compare(grads, grads_at, expected_grads, "backward")
+    compare(outs, out_dims, expected, "forward")
+    compare(grads, grad_dims, expected_grads, "backward")
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
@@ -78,9 +78,9 @@ def test_masked_softmax(kind: int, batched: tuple[int | None, int | None]) -> No
     shape = {0: (4, 4), 1: (2, 4), 2: (2, 2, 4, 4)}[kind]
     mask = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1)) > 0.6
     args, loops = [], []
-    for value, at in zip((x, mask), batched, strict=True):
-        args.append(value[0] if at is None else value.movedim(0, at))
-        loops.append([value[0]] * 3 if at is None else list(value))
+    for value, bdim in zip((x, mask), batched, strict=True):
+        args.append(value[0] if bdim is None else value.movedim(0, bdim))
+        loops.append([value[0]] * 3 if bdim is None else list(value))
 
     def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch._masked_softmax(x, mask, 3, kind)

@@ -38,11 +38,11 @@ def test_wrap_agrees_with_torch(rank: int) -> None:
 
 
 def test_physical_dim_skips_the_batch_dim() -> None:
-    for at in range(4):
-        logical = [dim for dim in range(4) if dim != at]
-        assert d.physical_dims([0, 1, 2], 3, at) == logical
-        assert d.physical_dims([-3, -2, -1], 3, at) == logical
-        assert d.every_dim(3, at) == logical
+    for bdim in range(4):
+        logical = [dim for dim in range(4) if dim != bdim]
+        assert d.physical_dims([0, 1, 2], 3, bdim) == logical
+        assert d.physical_dims([-3, -2, -1], 3, bdim) == logical
+        assert d.every_dim(3, bdim) == logical
 
 
 @pytest.mark.parametrize("ranks", list(itertools.product(range(4), repeat=2)))
@@ -51,26 +51,27 @@ def test_align_broadcasts_as_examples_do(ranks: tuple[int, int], which: tuple[in
     sizes = ([3, 2, 1], [1, 2, 4])
     logical = [torch.randn(s[3 - r :]) for s, r in zip(sizes, ranks, strict=True)]
     places: list[Any] = [range(r + 1) if i in which else [None] for i, r in enumerate(ranks)]
-    for ats in itertools.product(*places):
+    for bdims in itertools.product(*places):
         batches = [
-            x if at is None else torch.stack([x + k for k in range(5)])
-            for x, at in zip(logical, ats, strict=True)
+            x if bdim is None else torch.stack([x + k for k in range(5)])
+            for x, bdim in zip(logical, bdims, strict=True)
         ]
         physical = [
-            b if at is None else b.movedim(0, at) for b, at in zip(batches, ats, strict=True)
+            b if bdim is None else b.movedim(0, bdim)
+            for b, bdim in zip(batches, bdims, strict=True)
         ]
-        (x, y), out = d.align(physical, ats)
+        (x, y), out = d.align(physical, bdims)
         total = (x + y).movedim(out, 0)
         for k in range(5):
-            one, two = (b if at is None else b[k] for b, at in zip(batches, ats, strict=True))
+            one, two = (b if bdim is None else b[k] for b, bdim in zip(batches, bdims, strict=True))
             assert torch.equal(total[k], one + two)
 
 
 def test_align_leaves_the_largest_value_where_it_is() -> None:
     x, y = torch.zeros(2, 5, 3), torch.zeros(5, 3)
-    (placed, other), at = d.align((x, y), (1, 0))
+    (placed, other), bdim = d.align((x, y), (1, 0))
     assert placed is x
-    assert at == 1
+    assert bdim == 1
     assert other.data_ptr() == y.data_ptr()
 
 

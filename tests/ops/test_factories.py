@@ -43,14 +43,14 @@ def test_new_factories_equal_the_loop(name: str) -> None:
         assert check(overload(f"aten::{name}"), *args, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_new_empty(at: int) -> None:
-    x = torch.stack([X] * 4).movedim(0, at)
-    out, where = rule_of("new_empty")(Level(4), [at, None], (x, [2, 5]), {"dtype": torch.int64})
+@pytest.mark.parametrize("bdim", [0, 1, 2])
+def test_new_empty(bdim: int) -> None:
+    x = torch.stack([X] * 4).movedim(0, bdim)
+    out, where = rule_of("new_empty")(Level(4), [bdim, None], (x, [2, 5]), {"dtype": torch.int64})
     assert where == 0 and out.shape == (4, 2, 5) and out.dtype is torch.int64
     for size, stride in [([2, 5], [1, 2]), ([2, 5], [7, 1]), ([], []), ([0, 3], [3, 1])]:
         args = (x, size, stride)
-        out, where = rule_of("new_empty_strided")(Level(4), [at, None, None], args, {})
+        out, where = rule_of("new_empty_strided")(Level(4), [bdim, None, None], args, {})
         example = out.select(where, 1)
         assert list(example.shape) == size and list(example.stride()) == stride
         out.fill_(0).select(where, 0).fill_(1)
@@ -154,12 +154,12 @@ def wants_generator(name: str) -> dict[str, Any]:
 
 def first(out: Any) -> Any:
     """The result of those that have several, and its batch dim."""
-    value, at = out
-    return (value[0] if isinstance(value, tuple) else value), at
+    value, bdim = out
+    return (value[0] if isinstance(value, tuple) else value), bdim
 
 
-def distinct(out: torch.Tensor, at: int) -> bool:
-    parts = out.unbind(at)
+def distinct(out: torch.Tensor, bdim: int) -> bool:
+    parts = out.unbind(bdim)
     return not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
 
 
@@ -167,59 +167,59 @@ def distinct(out: torch.Tensor, at: int) -> bool:
 def test_random_operators_are_refused_by_default(name: str) -> None:
     x = [torch.randn(4, 2, 3)] if name in LIKE or name in INPLACE else []
     args = (*x, *{**SIZED, **LIKE, **INPLACE, **FROM}[name])
-    dims = [0 if i == 0 and x else None for i in range(len(args))]
+    bdims = [0 if i == 0 and x else None for i in range(len(args))]
     with pytest.raises(RuntimeError, match="called random operation while in randomness error"):
-        rule_of(name)(Level(4), dims, args, {})
+        rule_of(name)(Level(4), bdims, args, {})
 
 
 @pytest.mark.parametrize("name", SIZED)
 def test_random_factories_by_randomness(name: str) -> None:
-    args, dims = SIZED[name], [None] * len(SIZED[name])
+    args, bdims = SIZED[name], [None] * len(SIZED[name])
     example = overload(f"aten::{name}")(*args, dtype=torch.float32, **wants_generator(name))
     options = {"dtype": torch.float32, **wants_generator(name)}
-    out, at = rule_of(name)(Level(4, "different"), dims, args, options)
-    assert at == 0 and out.shape == (4, *example.shape) and out.dtype is example.dtype
+    out, bdim = rule_of(name)(Level(4, "different"), bdims, args, options)
+    assert bdim == 0 and out.shape == (4, *example.shape) and out.dtype is example.dtype
     assert distinct(out, 0)
     if name == "randperm":
         assert torch.equal(out.sort(-1).values[2], torch.arange(20.0))
-    out, at = rule_of(name)(Level(4, "same"), dims, args, options)
-    assert at is None and out.shape == example.shape
+    out, bdim = rule_of(name)(Level(4, "same"), bdims, args, options)
+    assert bdim is None and out.shape == example.shape
 
 
-@pytest.mark.parametrize("at", [None, 0, 1, 2])
+@pytest.mark.parametrize("bdim", [None, 0, 1, 2])
 @pytest.mark.parametrize("name", LIKE)
-def test_random_factories_like_a_tensor(name: str, at: int | None) -> None:
+def test_random_factories_like_a_tensor(name: str, bdim: int | None) -> None:
     example = torch.randn(8, 9)
-    x = example if at is None else torch.stack([example] * 4).movedim(0, at)
+    x = example if bdim is None else torch.stack([example] * 4).movedim(0, bdim)
     rest = LIKE[name]
-    dims = [at] + [None] * len(rest)
+    bdims = [bdim] + [None] * len(rest)
     options = wants_generator(name)
-    out, where = first(rule_of(name)(Level(4, "different"), dims, (x, *rest), options))
+    out, where = first(rule_of(name)(Level(4, "different"), bdims, (x, *rest), options))
     assert out.select(where, 0).shape == example.shape and out.shape[where] == 4
     assert distinct(out, where)
     torch.manual_seed(0)
-    out, where = first(rule_of(name)(Level(4, "same"), dims, (x, *rest), options))
+    out, where = first(rule_of(name)(Level(4, "same"), bdims, (x, *rest), options))
     one = out if where is None else out.select(where, 0)
     assert one.shape == example.shape
     assert where is None or all(torch.equal(one, part) for part in out.unbind(where))
-    assert torch.equal(x, example if at is None else torch.stack([example] * 4).movedim(0, at))
+    assert torch.equal(x, example if bdim is None else torch.stack([example] * 4).movedim(0, bdim))
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("bdim", [0, 1, 2])
 @pytest.mark.parametrize("name", INPLACE)
-def test_inplace(name: str, at: int) -> None:
+def test_inplace(name: str, bdim: int) -> None:
     rest = tuple(CHANCES[:1, :1] if isinstance(a, torch.Tensor) else a for a in INPLACE[name])
-    dims = [at] + [None] * len(rest)
-    x = torch.zeros(4, 8, 9).movedim(0, at).clone()
-    out, where = rule_of(name)(Level(4, "different"), dims, (x, *rest), {})
-    assert out is x and where == at and distinct(x, at)
-    out, where = rule_of(name)(Level(4, "same"), dims, (x, *rest), {})
-    assert out is x and all(torch.equal(x.select(at, 0), part) for part in x.unbind(at))
+    bdims = [bdim] + [None] * len(rest)
+    x = torch.zeros(4, 8, 9).movedim(0, bdim).clone()
+    out, where = rule_of(name)(Level(4, "different"), bdims, (x, *rest), {})
+    assert out is x and where == bdim and distinct(x, bdim)
+    out, where = rule_of(name)(Level(4, "same"), bdims, (x, *rest), {})
+    assert out is x and all(torch.equal(x.select(bdim, 0), part) for part in x.unbind(bdim))
     plain = torch.zeros(8, 9)
-    out, where = rule_of(name)(Level(4, "same"), [None] * len(dims), (plain, *rest), {})
+    out, where = rule_of(name)(Level(4, "same"), [None] * len(bdims), (plain, *rest), {})
     assert out is plain and where is None
     with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness on an unb"):
-        rule_of(name)(Level(4, "different"), [None] * len(dims), (plain, *rest), {})
+        rule_of(name)(Level(4, "different"), [None] * len(bdims), (plain, *rest), {})
 
 
 @pytest.mark.parametrize("name", FROM)
@@ -228,21 +228,21 @@ def test_distributions(name: str) -> None:
     example = overload(f"aten::{name}")(*args)
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
     for chosen in [tensors, tensors[:1], tensors[-1:], []]:
-        for at in (0, 1, 2):
-            dims = [at if i in chosen else None for i in range(len(args))]
+        for bdim in (0, 1, 2):
+            bdims = [bdim if i in chosen else None for i in range(len(args))]
             given = [
-                torch.stack([a] * 6).movedim(0, at) if i in chosen else a
+                torch.stack([a] * 6).movedim(0, bdim) if i in chosen else a
                 for i, a in enumerate(args)
             ]
-            out, where = rule_of(name)(Level(6, "different"), dims, given, {})
+            out, where = rule_of(name)(Level(6, "different"), bdims, given, {})
             assert out.select(where, 0).shape == example.shape and out.shape[where] == 6
             assert out.dtype is example.dtype
             assert not all(torch.equal(out.select(where, 0), part) for part in out.unbind(where))
             if chosen:
                 with pytest.raises(RuntimeError, match="same randomness with a batched tensor"):
-                    rule_of(name)(Level(6, "same"), dims, given, {})
+                    rule_of(name)(Level(6, "same"), bdims, given, {})
             else:
-                out, where = rule_of(name)(Level(6, "same"), dims, given, {})
+                out, where = rule_of(name)(Level(6, "same"), bdims, given, {})
                 assert where is None and out.shape == example.shape
 
 
@@ -253,8 +253,8 @@ def test_distributions(name: str) -> None:
 def test_dropouts(name: str, p: float) -> None:
     x = torch.randn(50, 40, 4, 60)
     for mode in ("same", "different"):
-        out, at = rule_of(name)(Level(4, mode), [2, None, None], (x, p, True), {})
-        assert out.shape == x.shape and at == 2
+        out, bdim = rule_of(name)(Level(4, mode), [2, None, None], (x, p, True), {})
+        assert out.shape == x.shape and bdim == 2
         if p == 0:
             assert torch.equal(out, x)
         elif p == 1:
@@ -262,7 +262,7 @@ def test_dropouts(name: str, p: float) -> None:
         else:
             assert abs(float(out.mean())) < 0.05
             assert abs(float((x * out).mean()) - float((x * x).mean())) < 0.1 or "alpha" in name
-        out, at = rule_of(name)(Level(4), [2, None, None], (x, p, False), {})
+        out, bdim = rule_of(name)(Level(4), [2, None, None], (x, p, False), {})
         assert out is x
     if p == 0.3 and "feature" in name:
         level = Level(4, "different")
@@ -278,10 +278,10 @@ def test_rrelu_with_noise(name: str) -> None:
         x, noise = torch.randn(30, 4, 20), torch.zeros(4, 30, 20)
         before = x.clone()
         args = (x, noise, 0.1, 0.3, True)
-        out, at = rule_of(name)(Level(4, mode), [1, 0, None, None, None], args, {})
+        out, bdim = rule_of(name)(Level(4, mode), [1, 0, None, None, None], args, {})
         slopes = noise.movedim(0, 1)
         torch.testing.assert_close(out, before * slopes)
-        assert at == 1 and (out is x) == name.endswith("_")
+        assert bdim == 1 and (out is x) == name.endswith("_")
         negative = slopes[before <= 0]
         assert float(negative.min()) >= 0.1 and float(negative.max()) <= 0.3
         assert bool((slopes[before > 0] == 1).all())
@@ -306,17 +306,17 @@ def test_rrelu_draws_the_same_as_alone(shape: tuple[int, ...], dtype: torch.dtyp
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=dtype)
     want = torch.stack([alone(one) for one in x])
-    for at in range(x.dim()):
+    for bdim in range(x.dim()):
         torch.manual_seed(5)
-        got = tsfunc.vmap(f, at, randomness="same")(x.movedim(0, at))
+        got = tsfunc.vmap(f, bdim, randomness="same")(x.movedim(0, bdim))
         torch.testing.assert_close(got, want)
     assert tsfunc.vmap(f, randomness="same")(x[:0]).shape == (0, *shape[1:])
 
 
 def test_native_dropout_in_evaluation() -> None:
     x = torch.randn(4, 3)
-    (out, mask), at = rule_of("native_dropout")(Level(4), [0, None, None], (x, 0.5, False), {})
-    assert torch.equal(out, x) and bool(mask.all()) and at == 0
+    (out, mask), bdim = rule_of("native_dropout")(Level(4), [0, None, None], (x, 0.5, False), {})
+    assert torch.equal(out, x) and bool(mask.all()) and bdim == 0
 
 
 def test_new_tells_a_size_from_data() -> None:

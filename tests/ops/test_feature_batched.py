@@ -81,8 +81,8 @@ def test_batch_norm_backward(spatial: tuple[int, ...], train: bool) -> None:
         assert check(op, x * 2 + 1, x, w, mean, var, m, v, train, 1e-5, mask)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_running_statistics_are_updated_in_place(at: int) -> None:
+@pytest.mark.parametrize("bdim", [0, 1])
+def test_running_statistics_are_updated_in_place(bdim: int) -> None:
     found = find("aten::native_batch_norm")
     assert found is not None and found.rule is not None
     x = normal(3, 2, 5, 4)
@@ -90,13 +90,13 @@ def test_running_statistics_are_updated_in_place(at: int) -> None:
     expected = [(means[i].clone(), variances[i].clone()) for i in range(3)]
     for i, (m, v) in enumerate(expected):
         aten.native_batch_norm(x[i], None, None, m, v, True, 0.1, 1e-5)
-    mean = means.movedim(0, at).contiguous()
-    var = variances.movedim(0, at).contiguous()
+    mean = means.movedim(0, bdim).contiguous()
+    var = variances.movedim(0, bdim).contiguous()
     args = [x, None, None, mean, var, True, 0.1, 1e-5]
     op = aten.native_batch_norm.default
-    found.rule(op, Level(), [0, None, None, at, at, None, None, None], args, {})
-    torch.testing.assert_close(mean.movedim(at, 0), torch.stack([m for m, _ in expected]))
-    torch.testing.assert_close(var.movedim(at, 0), torch.stack([v for _, v in expected]))
+    found.rule(op, Level(), [0, None, None, bdim, bdim, None, None, None], args, {})
+    torch.testing.assert_close(mean.movedim(bdim, 0), torch.stack([m for m, _ in expected]))
+    torch.testing.assert_close(var.movedim(bdim, 0), torch.stack([v for _, v in expected]))
     args[3] = means[0]
     with pytest.raises(RuntimeError, match="running_var, which will be updated in place"):
-        found.rule(op, Level(), [0, None, None, None, at, None, None, None], args, {})
+        found.rule(op, Level(), [0, None, None, None, bdim, None, None, None], args, {})

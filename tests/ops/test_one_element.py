@@ -126,9 +126,9 @@ def pushed(func: Function) -> Function:
     return lambda x: jvp(func, (x,), (x.cos(),))[1]
 
 
-def of_batch(func: Function, at: int) -> Function:
+def of_batch(func: Function, bdim: int) -> Function:
     """The gradient of the sum of a batch: the transforms in the other order."""
-    return lambda x: grad(lambda x: vmap(func, at)(x).sum())(x).movedim(at, 0)
+    return lambda x: grad(lambda x: vmap(func, bdim)(x).sum())(x).movedim(bdim, 0)
 
 
 TOWERS: dict[str, tuple[int, Callable[[Function, int], Function]]] = {

@@ -136,27 +136,27 @@ def stacked(results: list[Any]) -> Any:
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
-def _loop(f: Callable[[Tensor], Any], x: Tensor, at: int) -> Any:
-    return stacked([f(example) for example in x.unbind(at)])
+def _loop(f: Callable[[Tensor], Any], x: Tensor, bdim: int) -> Any:
+    return stacked([f(example) for example in x.unbind(bdim)])
 
 
-def _vmap(f: Callable[[Tensor], Any], x: Tensor, at: int) -> Any:
-    return vmap(f, in_dims=at)(x)
+def _vmap(f: Callable[[Tensor], Any], x: Tensor, bdim: int) -> Any:
+    return vmap(f, in_dims=bdim)(x)
 
 
 def hold(f: Callable[[Tensor], Any]) -> None:
     for shape in SHAPES:
-        for at in range(len(shape) + 1):
+        for bdim in range(len(shape) + 1):
             size = list(shape)
-            size.insert(at, 3)
+            size.insert(bdim, 3)
             x = torch.randn(size)
-            want, error = outcome(_loop, f, x, at)
-            got, raised = outcome(_vmap, f, x, at)
-            assert (raised is None) is (error is None), (shape, at, raised, error)
+            want, error = outcome(_loop, f, x, bdim)
+            got, raised = outcome(_vmap, f, x, bdim)
+            assert (raised is None) is (error is None), (shape, bdim, raised, error)
             if error is None:
                 got = got if isinstance(got, Tensor) else tuple(got)
                 torch.testing.assert_close(
-                    got, want, msg=f"examples of shape {shape}, batch dim {at}"
+                    got, want, msg=f"examples of shape {shape}, batch dim {bdim}"
                 )
 
 

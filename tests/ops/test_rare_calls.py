@@ -34,8 +34,8 @@ def test_a_shared_mask_of_another_shape_selects(
         pytest.skip("torch refuses these shapes")
     x, mask = torch.randn(SIZE, *shape), torch.rand(of) < 0.6
     want = torch.stack([example.masked_select(mask) for example in x])
-    for at in range(x.dim()):
-        out = vmap(lambda x: x.masked_select(mask), in_dims=at)(x.movedim(0, at))
+    for bdim in range(x.dim()):
+        out = vmap(lambda x: x.masked_select(mask), in_dims=bdim)(x.movedim(0, bdim))
         torch.testing.assert_close(out, want)
 
 
@@ -125,18 +125,18 @@ def test_rows_that_are_equal_are_grouped(count: int, columns: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@each("at", [0, 1, 2])
-def test_values_of_sparse_examples_along_any_dim(at: int) -> None:
+@each("bdim", [0, 1, 2])
+def test_values_of_sparse_examples_along_any_dim(bdim: int) -> None:
     indices = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 0, 0, 1, 1, 0], [0, 2, 2, 1, 0, 1]])
-    dense = torch.zeros(3, 2, 3).index_put(tuple(indices), torch.arange(6.0) + 1).movedim(0, at)
-    want = [dense.select(at, i).to_sparse().values() for i in range(3)]
-    out = vmap(lambda x: x.values(), in_dims=at)(dense.to_sparse())
+    dense = torch.zeros(3, 2, 3).index_put(tuple(indices), torch.arange(6.0) + 1).movedim(0, bdim)
+    want = [dense.select(bdim, i).to_sparse().values() for i in range(3)]
+    out = vmap(lambda x: x.values(), in_dims=bdim)(dense.to_sparse())
     torch.testing.assert_close(out, torch.stack(want))
 
 
 @each(("gather", "shard"), list(itertools.product((0, 1, -1), (0, 2, -1))))
-@each("at", [0, 1, 3])
-def test_exchanged_dims_are_those_of_an_example(gather: int, shard: int, at: int) -> None:
+@each("bdim", [0, 1, 3])
+def test_exchanged_dims_are_those_of_an_example(gather: int, shard: int, bdim: int) -> None:
     """Any function of two dims stands in for the exchange, which needs several processes."""
 
     def exchange(x: Tensor, gather: int, shard: int, group: str) -> Tensor:
@@ -147,7 +147,11 @@ def test_exchanged_dims_are_those_of_an_example(gather: int, shard: int, at: int
     assert row is not None and row.rule is not None
     x = torch.randn(SIZE, 2, 3, 4)
     out, d = row.rule(
-        exchange, Level(), [at, None, None, None], [x.movedim(0, at), gather, shard, "group"], {}
+        exchange,
+        Level(),
+        [bdim, None, None, None],
+        [x.movedim(0, bdim), gather, shard, "group"],
+        {},
     )
     want = torch.stack([exchange(one, gather, shard, "group") for one in x])
     torch.testing.assert_close(out.movedim(d, 0), want)

@@ -38,9 +38,9 @@ def test_lstm_layer(biased: bool, reverse: bool, chosen: tuple[int, ...]) -> Non
     assert row is not None and row.rule is not None
     op, args, options = aten.mkldnn_rnn_layer.default, layer_args(biased), flags(biased, reverse)
     made = plan([*args, *options], {(i, None): args[i].dim() for i in chosen}, 3)
-    outs, dims = row.rule(op, Level(), made.dims, made.args, {})
+    outs, bdims = row.rule(op, Level(), made.dims, made.args, {})
     # The last result is memory for the kernel's own backward pass.
-    compare(outs[:3], dims[:3], [op(*example)[:3] for example in made.examples], "layer")
+    compare(outs[:3], bdims[:3], [op(*example)[:3] for example in made.examples], "layer")
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the kernel is oneDNN's")
@@ -61,10 +61,10 @@ def test_lstm_layer_backward(biased: bool, reverse: bool) -> None:
         examples.append(call)
         expected.append(aten.mkldnn_rnn_layer_backward(*call, *kinds, memory))
     stacked = [torch.stack(parts) for parts in zip(*examples, strict=True)]
-    dims = [0] * 13 + [None] * 10
+    bdims = [0] * 13 + [None] * 10
     op = aten.mkldnn_rnn_layer_backward.default
-    outs, at = row.rule(op, Level(), dims, [*stacked, *kinds, torch.empty(0)], {})
-    assert at == 0
+    outs, out_dims = row.rule(op, Level(), bdims, [*stacked, *kinds, torch.empty(0)], {})
+    assert out_dims == 0
     for k, (mine, *theirs) in enumerate(zip(outs, *expected, strict=True)):
         if biased or k not in (3, 4):  # without biases their gradients mean nothing
             torch.testing.assert_close(mine, torch.stack(theirs), rtol=1e-4, atol=1e-5)

@@ -57,10 +57,10 @@ def everywhere(f: Callable[..., Any], *examples: Tensor) -> None:
     for chosen in itertools.product((True, False), repeat=len(examples)):
         if not any(chosen):
             continue
-        for at in (0, -1, "between"):
+        for bdim in (0, -1, "between"):
             args, dims = [], []
             for one, all_of_them, batched in zip(examples, several, chosen, strict=True):
-                place = at if isinstance(at, int) else one.dim() // 2
+                place = bdim if isinstance(bdim, int) else one.dim() // 2
                 args.append(all_of_them.movedim(0, place) if batched else one)
                 dims.append(place if batched else None)
             check(f, *args, in_dims=tuple(dims))
@@ -99,8 +99,8 @@ def test_casts_with_a_memory_format(name: str) -> None:
         return out
 
     seen: list[Any] = []
-    for at in (0, 1, 4):
-        check(lambda x: cast(x, seen), images.movedim(0, at), in_dims=at)
+    for bdim in (0, 1, 4):
+        check(lambda x: cast(x, seen), images.movedim(0, bdim), in_dims=bdim)
     assert all(seen)
 
 
@@ -578,5 +578,5 @@ def test_lists_of_batched_and_plain_tensors() -> None:
 
 def test_every_place_of_the_batch_dim() -> None:
     x = rand(3, 3, 3, 3)
-    for at in range(-4, 4):
-        check(lambda x: x.sort(1).values - x.mean(0) @ x.amax(2), x, in_dims=at)
+    for bdim in range(-4, 4):
+        check(lambda x: x.sort(1).values - x.mean(0) @ x.amax(2), x, in_dims=bdim)

@@ -159,12 +159,12 @@ def test_shapes_of_kernels_of_other_devices(name: str) -> None:
         one = op(*args, **kwargs)
         outs, ones = (x if isinstance(x, (tuple, list)) else [x] for x in (out, one))
         spread = dims if isinstance(dims, (tuple, list)) else [dims] * len(outs)
-        for mine, at, theirs in list(zip(outs, spread, ones, strict=True))[
+        for mine, bdim, theirs in list(zip(outs, spread, ones, strict=True))[
             : FIRST_RESULTS.get(name)
         ]:
             assert isinstance(mine, Tensor) == isinstance(theirs, Tensor), name
             if isinstance(mine, Tensor):
-                shape = tuple(n for d, n in enumerate(mine.shape) if d != at)
+                shape = tuple(n for d, n in enumerate(mine.shape) if d != bdim)
                 assert (shape, mine.dtype) == (tuple(theirs.shape), theirs.dtype), name
 
 

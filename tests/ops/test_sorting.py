@@ -88,7 +88,7 @@ def test_sorters_given_by_keyword(sequences: int | None) -> None:
     x = normal(3, 5) if sequences == 0 else normal(5).expand(3, 5)
     order, values = x.argsort(1), normal(3, 2)
     args = [x if sequences == 0 else x[0], values]
-    dims = [sequences, 0, {"sorter": 0}]
-    out, at = row.rule(op, Level(), dims, args, {"sorter": order})
+    bdims = [sequences, 0, {"sorter": 0}]
+    out, bdim = row.rule(op, Level(), bdims, args, {"sorter": order})
     expected = [op(x[i].contiguous(), values[i], sorter=order[i]) for i in range(3)]
-    compare(out, at, expected, "sorter")
+    compare(out, bdim, expected, "sorter")

@@ -81,11 +81,11 @@ SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("at", [0, -1])
-def test_one_sparse_tensor_for_all(name: str, layout: torch.layout, at: int) -> None:
+@pytest.mark.parametrize("bdim", [0, -1])
+def test_one_sparse_tensor_for_all(name: str, layout: torch.layout, bdim: int) -> None:
     f, y = SHARED[name]
     x = DENSE[0].to_sparse(layout=layout)
-    check(f, y.movedim(0, at), x, in_dims=(at, None))
+    check(f, y.movedim(0, bdim), x, in_dims=(bdim, None))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])

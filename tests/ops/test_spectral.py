@@ -26,12 +26,12 @@ TRANSFORMS: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("bdim", [0, 1, 2])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
-def test_each_example_is_transformed(transform: Callable[..., Any], at: int) -> None:
+def test_each_example_is_transformed(transform: Callable[..., Any], bdim: int) -> None:
     x = torch.randn(3, 4, 5, dtype=torch.float64)
-    want = torch.stack([transform(x.select(at, i)) for i in range(x.shape[at])])
-    torch.testing.assert_close(vmap(transform, in_dims=at)(x), want)
+    want = torch.stack([transform(x.select(bdim, i)) for i in range(x.shape[bdim])])
+    torch.testing.assert_close(vmap(transform, in_dims=bdim)(x), want)
 
 
 def test_per_example_gradients() -> None:
@@ -103,26 +103,26 @@ def test_istft_of_a_batch_is_refused_where_that_of_an_example_is() -> None:
     for _ in range(60):
         x, window, options = drawn_istft(rng)
         batched = rng.choice([(True, False), (False, True), (True, True)])
-        at = rng.choice([0, -1])
+        bdim = rng.choice([0, -1])
         values = [
-            torch.stack([y, 2 * y, 3 * y], at) if b else y
+            torch.stack([y, 2 * y, 3 * y], bdim) if b else y
             for y, b in zip((x, window), batched, strict=True)
         ]
 
         def call(x: Tensor, window: Tensor, options: Any = options) -> Tensor:
             return torch.istft(x, window=window, **options)
 
-        def looped(values: Any = values, batched: Any = batched, at: int = at) -> Tensor:
+        def looped(values: Any = values, batched: Any = batched, bdim: int = bdim) -> Tensor:
             pairs = zip(values, batched, strict=True)
-            examples = [y.unbind(at) if b else [y] * 3 for y, b in pairs]
+            examples = [y.unbind(bdim) if b else [y] * 3 for y, b in pairs]
             return torch.stack([call(*each) for each in zip(*examples, strict=True)])
 
-        transformed: Any = vmap(call, tuple(at if b else None for b in batched))
+        transformed: Any = vmap(call, tuple(bdim if b else None for b in batched))
         if rng.random() < 0.3:
             transformed = specialize(transformed)
         want = outcome(looped)
         got = outcome(lambda: transformed(*values))  # noqa: B023
-        place = f"seed {seed}: {x.shape}, {window}, {options}, batched {batched} at {at}"
+        place = f"seed {seed}: {x.shape}, {window}, {options}, batched {batched} at {bdim}"
         assert (got is None) == (want is None), place
         if got is not None:
             torch.testing.assert_close(got, want, msg=lambda m: f"{place}\n{m}")  # noqa: B023

@@ -168,10 +168,10 @@ def test_the_kernel_gets_aligned_operands_unchanged() -> None:
     assert row is not None and row.rule is not None
     x, y, small = torch.randn(5, 2, 3), torch.randn(5, 2, 3), torch.randn(3)
     cases: list[Any] = [((x, y), (0, 0)), ((x, small), (0, None)), ((small, x), (None, 1))]
-    for args, dims in cases:
+    for args, bdims in cases:
         seen.clear()
-        out, at = row.rule(op, Level(5), dims, args, {})
-        assert at == next(dim for dim in dims if dim is not None)
+        out, bdim = row.rule(op, Level(5), bdims, args, {})
+        assert bdim == next(dim for dim in bdims if dim is not None)
         assert out.shape == (5, 2, 3)
         assert all(a is b for a, b in zip(seen, args, strict=True))
 
@@ -183,9 +183,9 @@ def test_inplace_into_an_unbatched_tensor(name: str) -> None:
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
     if len(tensors) == 1:
         return
-    dims: list[Any] = [None] * len(args)
-    dims[tensors[-1]] = 0
+    bdims: list[Any] = [None] * len(args)
+    bdims[tensors[-1]] = 0
     row = find(name)
     assert row is not None and row.rule is not None
     with pytest.raises(RuntimeError, match="in place into a tensor that is not batched"):
-        row.rule(op, Level(2), dims, args, kwargs)
+        row.rule(op, Level(2), bdims, args, kwargs)

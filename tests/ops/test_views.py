@@ -220,9 +220,9 @@ def test_views_share_memory(name: str) -> None:
 def test_the_batch_dim_is_never_squeezed() -> None:
     row = find("aten::squeeze")
     assert row is not None and row.rule is not None
-    for at in range(3):
+    for bdim in range(3):
         x = torch.randn(1, 1, 1)
-        out, where = row.rule(overload("aten::squeeze"), Level(1), [at], (x,), {})
+        out, where = row.rule(overload("aten::squeeze"), Level(1), [bdim], (x,), {})
         assert out.shape == (1,) and where == 0
 
 
@@ -232,10 +232,10 @@ def test_small_batches(size: int) -> None:
         row = find(f"aten::{name}")
         assert row is not None and row.rule is not None
         x = torch.randn(2, size, 3, 4)
-        dims = [1] + [None] * len(rest)
-        out, at = row.rule(overload(row.name), Level(size), dims, (x, *rest), {})
+        bdims = [1] + [None] * len(rest)
+        out, bdim = row.rule(overload(row.name), Level(size), bdims, (x, *rest), {})
         expected = overload(row.name)(torch.randn(2, 3, 4), *rest).shape
-        assert out.shape[:at] + out.shape[at + 1 :] == expected
+        assert out.shape[:bdim] + out.shape[bdim + 1 :] == expected
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_changes_of_shape_in_place(name: str, rest: tuple[Any, ...]) -> None:
         assert y is x and x.shape == expected.shape
         return y * 1, x * 1
 
-    for at in range(1 if name == "as_strided_" else example.dim() + 1):
-        x = torch.stack([example] * 3).movedim(0, at).clone()
+    for bdim in range(1 if name == "as_strided_" else example.dim() + 1):
+        x = torch.stack([example] * 3).movedim(0, bdim).clone()
         shape = x.shape
-        for out in vmap(func, in_dims=at)(x):
+        for out in vmap(func, in_dims=bdim)(x):
             assert all(torch.equal(part, expected) for part in out)
         assert x.shape == shape
 
@@ -289,12 +289,12 @@ def test_layouts_are_those_of_an_example() -> None:
     for name in ("clone", "contiguous", "zeros_like", "_to_copy", "empty_like"):
         row = find(f"aten::{name}")
         assert row is not None and row.rule is not None
-        for at in range(5):
-            x = torch.stack([IMAGE] * 3).movedim(0, at)
-            out, where = row.rule(overload(row.name), Level(3), [at], (x,), LAST)
+        for bdim in range(5):
+            x = torch.stack([IMAGE] * 3).movedim(0, bdim)
+            out, where = row.rule(overload(row.name), Level(3), [bdim], (x,), LAST)
             assert out.shape[where] == 3
             assert out.select(where, 0).is_contiguous(memory_format=torch.channels_last)
-            out, where = row.rule(overload(row.name), Level(3), [at], (x,), DENSE)
+            out, where = row.rule(overload(row.name), Level(3), [bdim], (x,), DENSE)
             assert out.select(where, 0).is_contiguous()
 
 

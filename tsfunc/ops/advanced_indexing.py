@@ -28,7 +28,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic_size
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 class Lookup(NamedTuple):
@@ -46,29 +46,29 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _without_masks(indices: Sequence[Any], bdims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Replace each unbatched mask by the integer indices of its True elements."""
     kept: list[Any] = []
     found_dims: list[Any] = []
-    for index, dim in zip(indices, dims, strict=True):
+    for index, bdim in zip(indices, bdims, strict=True):
         if _is_mask(index):
             positions = index.nonzero().unbind(1)
             kept += positions
             found_dims += [None] * len(positions)
         else:
             kept.append(index)
-            found_dims.append(dim)
+            found_dims.append(bdim)
     return kept, found_dims
 
 
-def _masks_fit(x: Tensor, at: int | None, indices: Sequence[Any], dims: Sequence[Any]) -> bool:
+def _masks_fit(x: Tensor, bdim: int | None, indices: Sequence[Any], bdims: Sequence[Any]) -> bool:
     """True if each mask has the sizes of the dims that it indexes. A symbolic size fits."""
-    sizes = [size for dim, size in enumerate(x.shape) if dim != at]
-    for index, dim in zip(indices, dims, strict=True):
+    sizes = [size for dim, size in enumerate(x.shape) if dim != bdim]
+    for index, index_bdim in zip(indices, bdims, strict=True):
         if not _is_mask(index):
             sizes = sizes[1:]
             continue
-        shape = [size for d, size in enumerate(index.shape) if d != dim]
+        shape = [size for d, size in enumerate(index.shape) if d != index_bdim]
         indexed, sizes = sizes[: len(shape)], sizes[len(shape) :]
         if len(indexed) < len(shape):
             return False
@@ -78,21 +78,21 @@ def _masks_fit(x: Tensor, at: int | None, indices: Sequence[Any], dims: Sequence
     return True
 
 
-def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
+def lookup(indices: Sequence[Any], bdims: Sequence[Any] | None) -> Lookup:
     """Analyze indices that contain no batched mask."""
-    dims = [None] * len(indices) if dims is None else dims
+    bdims = [None] * len(indices) if bdims is None else bdims
     if any(_is_mask(index) for index in indices):
-        indices, dims = _without_masks(indices, dims)
+        indices, bdims = _without_masks(indices, bdims)
     where = [i for i, index in enumerate(indices) if index is not None]
-    rank = max((logical_rank(indices[i], dims[i]) for i in where), default=0)
+    rank = max((logical_rank(indices[i], bdims[i]) for i in where), default=0)
     lined_up = [
         index
-        if index is None or dim is None
-        else unit_dims(batch_to_front(index, dim), 1, rank + 1 - index.dim())
-        for index, dim in zip(indices, dims, strict=True)
+        if index is None or bdim is None
+        else unit_dims(batch_to_front(index, bdim), 1, rank + 1 - index.dim())
+        for index, bdim in zip(indices, bdims, strict=True)
     ]
     adjacent = not where or where[-1] - where[0] + 1 == len(where)
-    batched = any(dim is not None for dim in dims)
+    batched = any(bdim is not None for bdim in bdims)
     return Lookup(lined_up, batched, where[0] if where else 0, adjacent, rank, len(where))
 
 
@@ -104,20 +104,20 @@ def _every_example(where: Lookup, like: Tensor) -> list[Tensor | None]:
 
 @row("aten::index.Tensor", "aten::_unsafe_index.Tensor")
 def index(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """See NOTE [advanced indexing]."""
     x, indices = args
-    if not _masks_fit(x, dims[0], indices, dims[1] or [None] * len(indices)):
-        return raise_as_one_example(op, dims, args, kwargs)
-    if dims[1] is not None and _batched_mask(indices, dims[1]):
+    if not _masks_fit(x, bdims[0], indices, bdims[1] or [None] * len(indices)):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    if bdims[1] is not None and _batched_mask(indices, bdims[1]):
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
-        indices, named = _mask_positions(op, level, indices, dims[1], instead)
-        dims = [dims[0], named]
-    position = lookup(indices, dims[1])
-    if dims[0] is None:
+        indices, named = _mask_positions(op, level, indices, bdims[1], instead)
+        bdims = [bdims[0], named]
+    position = lookup(indices, bdims[1])
+    if bdims[0] is None:
         return op(x, position.indices), position.first if position.adjacent else 0
-    x = batch_to_front(x, dims[0])
+    x = batch_to_front(x, bdims[0])
     if not position.batched:
         return op(x, [None, *position.indices]), 0 if position.adjacent else position.rank
     out = op(x, _every_example(position, x))
@@ -129,52 +129,52 @@ def index(
 
 
 def _mask_positions(
-    op: Any, level: RuleLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
+    op: Any, level: RuleLevel, indices: Sequence[Any], bdims: Sequence[Any], instead: str
 ) -> tuple[list[Any], list[Any]]:
     """Replace each batched mask by integer indices; all examples must have equally many."""
     if level.splitter is None:
         refuse_dynamic_size(op, instead)
     masks = [
-        batch_to_front(index, dim)
-        for index, dim in zip(indices, dims, strict=True)
-        if _is_mask(index) and dim is not None
+        batch_to_front(index, bdim)
+        for index, bdim in zip(indices, bdims, strict=True)
+        if _is_mask(index) and bdim is not None
     ]
     positions = iter(nonzeros(op, level, masks))
     kept: list[Any] = []
     found_dims: list[Any] = []
-    for index, dim in zip(indices, dims, strict=True):
-        if _is_mask(index) and dim is not None:
+    for index, bdim in zip(indices, bdims, strict=True):
+        if _is_mask(index) and bdim is not None:
             integers = next(positions).unbind(2)
             kept += integers
             found_dims += [0] * len(integers)
         else:
             kept.append(index)
-            found_dims.append(dim)
+            found_dims.append(bdim)
     return kept, found_dims
 
 
-def _batched_mask(indices: Sequence[Any], dims: Sequence[Any]) -> bool:
-    return any(_is_mask(i) and d is not None for i, d in zip(indices, dims, strict=True))
+def _batched_mask(indices: Sequence[Any], bdims: Sequence[Any]) -> bool:
+    return any(_is_mask(i) and bdim is not None for i, bdim in zip(indices, bdims, strict=True))
 
 
-def _values(indices: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
+def _values(indices: Lookup, v: Tensor, bdim: int | None, rank: int) -> Tensor:
     """Align the values to be written with the result of the physical indexing."""
     rank += indices.rank - indices.used
     if not indices.batched:
-        return align_batch_dim(v, at, rank if indices.adjacent else rank - indices.rank)
+        return align_batch_dim(v, bdim, rank if indices.adjacent else rank - indices.rank)
     if not (indices.adjacent and indices.first):
-        return align_batch_dim(v, at, rank)
-    v = v.unsqueeze(0) if at is None else batch_to_front(v, at)
+        return align_batch_dim(v, bdim, rank)
+    v = v.unsqueeze(0) if bdim is None else batch_to_front(v, bdim)
     v = unit_dims(v, 1, rank + 1 - v.dim())
     lead = tuple(range(1, indices.first + 1))
     return v.movedim(lead, tuple(d + indices.rank for d in lead))
 
 
-def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
+def _write(op: Any, x: Tensor, bdims: BatchDims, args: Sequence[Any]) -> Tensor:
     """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
-    looked_up = lookup(indices, dims[1])
-    values = _values(looked_up, v, dims[2], x.dim() - 1)
+    looked_up = lookup(indices, bdims[1])
+    values = _values(looked_up, v, bdims[2], x.dim() - 1)
     where = _every_example(looked_up, x) if looked_up.batched else [None, *looked_up.indices]
     out: Tensor = op(x, where, values, *rest)
     return out
@@ -187,7 +187,7 @@ def _one_mask(indices: Sequence[Any]) -> int | None:
 
 
 def _masked_values(
-    x: Tensor, first: int, mask: Tensor, values: Tensor, at: int | None
+    x: Tensor, first: int, mask: Tensor, values: Tensor, bdim: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return the mask and the values, both broadcastable to ``x``.
 
@@ -197,8 +197,8 @@ def _masked_values(
     """
     over = mask.dim() - 1
     right = x.dim() - 1 - first - over
-    rank = logical_rank(values, at)
-    values = values.unsqueeze(0) if at is None else batch_to_front(values, at)
+    rank = logical_rank(values, bdim)
+    values = values.unsqueeze(0) if bdim is None else batch_to_front(values, bdim)
     if rank > right:
         along = values.dim() - 1 - right  # the dim of the mask's True elements
         if values.shape[along] == 1:
@@ -228,40 +228,40 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in positions], [along + i for i in positions])
 
 
-def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Any:
+def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Sequence[Any]) -> Any:
     """Return the result of an ``index_put``, or ``x`` if it was written in place.
 
     The batch dim of ``x`` is first. The result is NotImplemented if no rule serves the call.
     """
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
-    index_dims = dims[1] or [None] * len(indices)
+    index_dims = bdims[1] or [None] * len(indices)
     if not _masks_fit(x, 0, indices, index_dims):
-        return raise_as_one_example(op, dims, args, {})
+        return raise_as_one_example(op, bdims, args, {})
     first = _one_mask(indices)
     if first is not None and index_dims[first] is None:
         # If there is one value for each True element, their number is not compared with 1.
         rank = x.dim() - 1 - indices[first].dim()
-        first = None if logical_rank(values, dims[2]) > rank - first else first
+        first = None if logical_rank(values, bdims[2]) > rank - first else first
     if first is None:
         if _batched_mask(indices, index_dims):
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"
             indices, named = _mask_positions(op, level, indices, index_dims, instead)
-            args, dims = [args[0], indices, *args[2:]], [dims[0], named, *dims[2:]]
-        out = _write(op, x, dims, args)
+            args, bdims = [args[0], indices, *args[2:]], [bdims[0], named, *bdims[2:]]
+        out = _write(op, x, bdims, args)
         return x if inplace else out
     adds = bool(len(args) > 3 and args[3])
-    count = math.prod(logical_shape(values, dims[2]))
+    count = math.prod(logical_shape(values, bdims[2]))
     if values.dtype is not x.dtype and (adds or count != 1):  # torch casts one value
-        return raise_as_one_example(op, dims, args, {})
-    mask, at = indices[first].bool(), index_dims[first]
-    mask = mask.unsqueeze(0) if at is None else batch_to_front(mask, at)
-    mask, values = _masked_values(x, first, mask, values, dims[2])
+        return raise_as_one_example(op, bdims, args, {})
+    mask, bdim = indices[first].bool(), index_dims[first]
+    mask = mask.unsqueeze(0) if bdim is None else batch_to_front(mask, bdim)
+    mask, values = _masked_values(x, first, mask, values, bdims[2])
     if adds:
         values = values + x
     result = torch.where(mask, values.to(x.dtype), x)
     if result.dim() != x.dim() or result.shape != x.shape:
-        return raise_as_one_example(op, dims, args, {})
+        return raise_as_one_example(op, bdims, args, {})
     if inplace:
         return x.copy_(result)
     return result
@@ -269,20 +269,20 @@ def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) 
 
 @row("aten::index_put", "aten::_unsafe_index_put")
 def index_put(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into a copy for each example."""
-    x = expand_to_front(args[0], dims[0], level.batch_size)
-    out = _put(op, level, x, dims, args)
+    x = expand_to_front(args[0], bdims[0], level.batch_size)
+    out = _put(op, level, x, bdims, args)
     return out if out is NotImplemented else (out, 0)
 
 
 @row("aten::index_put_", "aten::_index_put_impl_")
 def index_put_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write through a view that has the batch dim first."""
-    if dims[0] is None:
+    if bdims[0] is None:
         refuse_inplace(op)
-    out = _put(op, level, batch_to_front(args[0], dims[0]), dims, args)
-    return out if out is NotImplemented else (args[0], dims[0])
+    out = _put(op, level, batch_to_front(args[0], bdims[0]), bdims, args)
+    return out if out is NotImplemented else (args[0], bdims[0])

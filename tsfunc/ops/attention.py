@@ -16,15 +16,15 @@ from tsfunc.ops.dims import (
     with_defaults,
     wrap_dim,
 )
-from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
-def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
+def _samples(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return (samples, heads, ...) for a logical shape of (N, heads, ...)."""
-    return expand_to_front(x, at, size).flatten(0, 1)
+    return expand_to_front(x, bdim, size).flatten(0, 1)
 
 
 def _split(x: Tensor, size: int) -> Tensor:
@@ -32,20 +32,20 @@ def _split(x: Tensor, size: int) -> Tensor:
     return out
 
 
-def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> Tensor | None:
+def _mask(mask: Tensor | None, bdim: int | None, size: int, n: Any, rank: int) -> Tensor | None:
     """Return a mask in the form of the folded samples, for ``rank`` logical dims.
 
     With four logical dims the first one is N.
     """
     if mask is None:
         return None
-    if at is None:
+    if bdim is None:
         if mask.dim() == 3:
             mask = mask.unsqueeze(0)
         if mask.dim() < 4 or mask.shape[0] == 1:
             return mask
         return mask.expand(size, n, *mask.shape[1:]).flatten(0, 1)
-    mask = batch_to_front(mask, at)
+    mask = batch_to_front(mask, bdim)
     if rank < 4:
         return unit_dims(mask, 1, 4 - mask.dim())
     mask = unit_dims(mask, 1, 5 - mask.dim())
@@ -66,19 +66,19 @@ def _refuse_dropout(op: Any, level: RuleLevel, p: float) -> None:
 
 @row("aten::scaled_dot_product_attention")
 def attention(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the whole operator for ranks that fused kernels support; other calls are decomposed."""
     given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
     mask, dropout, causal = given
-    m = dims[3] if len(dims) > 3 else None
-    ranks = [logical_rank(x, d) for x, d in zip(args[:3], dims[:3], strict=True)]
+    m = bdims[3] if len(bdims) > 3 else None
+    ranks = [logical_rank(x, bdim) for x, bdim in zip(args[:3], bdims[:3], strict=True)]
     rank, size = ranks[0], level.batch_size
     if dropout or not 2 <= rank <= 4 or ranks != [rank] * 3:
         return NotImplemented
     if mask is not None and logical_rank(mask, m) > rank:
         return NotImplemented
-    q, k, v = (expand_to_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    q, k, v = (expand_to_front(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True))
     if rank == 2:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     n = q.shape[1]
@@ -92,40 +92,40 @@ def attention(
     return (out.squeeze(1) if rank == 2 else out), 0
 
 
-def _sample_count(x: Tensor, at: int | None) -> Any:
-    return x.shape[1 if at == 0 else 0]
+def _sample_count(x: Tensor, bdim: int | None) -> Any:
+    return x.shape[1 if bdim == 0 else 0]
 
 
 def _with_mask(
-    level: RuleLevel, kwargs: Mapping[str, Any], dims: Dims, args: Sequence[Any], n: Any
+    level: RuleLevel, kwargs: Mapping[str, Any], bdims: BatchDims, args: Sequence[Any], n: Any
 ) -> dict[str, Any]:
-    at = keyword_dim(dims, args, "attn_mask")
-    mask = _mask(kwargs.get("attn_mask"), at, level.batch_size, n, 4)
+    bdim = keyword_bdim(bdims, args, "attn_mask")
+    mask = _mask(kwargs.get("attn_mask"), bdim, level.batch_size, n, 4)
     return {**kwargs, "attn_mask": mask}
 
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu")
 def flash_cpu(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result and the log-sum-exp for the backward pass."""
     _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
     size = level.batch_size
-    n = _sample_count(args[0], dims[0])
-    tensors = [_samples(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True)]
-    out = op(*tensors, *args[3:], **_with_mask(level, kwargs, dims, args, n))
+    n = _sample_count(args[0], bdims[0])
+    tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True)]
+    out = op(*tensors, *args[3:], **_with_mask(level, kwargs, bdims, args, n))
     return tuple(_split(o, size) for o in out), 0
 
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_cpu_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
-    n = _sample_count(args[1], dims[1])
-    tensors = [_samples(x, d, size) for x, d in zip(args[:6], dims[:6], strict=True)]
-    out = op(*tensors, *args[6:], **_with_mask(level, kwargs, dims, args, n))
+    n = _sample_count(args[1], bdims[1])
+    tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:6], bdims[:6], strict=True)]
+    out = op(*tensors, *args[6:], **_with_mask(level, kwargs, bdims, args, n))
     return tuple(_split(o, size) for o in out), 0
 
 
@@ -138,29 +138,29 @@ takes_keywords(
 )
 
 
-def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
-    return None if x is None else _samples(x, at, size)
+def _bias(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
+    return None if x is None else _samples(x, bdim, size)
 
 
 @row("aten::_scaled_dot_product_efficient_attention")
 def efficient(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The third and fourth results are the random state, which all samples share."""
     _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
     size = level.batch_size
-    tensors = [_bias(x, d, size) for x, d in zip(args[:4], dims[:4], strict=True)]
+    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:4], bdims[:4], strict=True)]
     out, sums, *state = op(*tensors, *args[4:], **kwargs)
     return (_split(out, size), _split(sums, size), *state), (0, 0, None, None)
 
 
 @row("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
-    tensors = [_bias(x, d, size) for x, d in zip(args[:7], dims[:7], strict=True)]
+    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:7], bdims[:7], strict=True)]
     out = op(*tensors, *args[7:], **kwargs)
     return tuple(o if o is None or o.dim() < 4 else _split(o, size) for o in out), tuple(
         None if o is None or o.dim() < 4 else 0 for o in out
@@ -171,14 +171,14 @@ def efficient_backward(
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 def flash(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``efficient``. The cuDNN form has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
     position = 3 if count == 3 else 5
     _refuse_dropout(op, level, args[position] if len(args) > position else 0.0)
     size = level.batch_size
-    tensors = [_bias(x, d, size) for x, d in zip(args[:count], dims[:count], strict=True)]
+    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:count], bdims[:count], strict=True)]
     out, sums, *state = op(*tensors, *args[count:], **kwargs)
     return (_split(out, size), _split(sums, size), *state), (0, 0, *[None] * len(state))
 
@@ -188,14 +188,14 @@ def flash(
     "aten::_scaled_dot_product_cudnn_attention_backward",
 )
 def flash_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The cuDNN form has a bias after the random state."""
     size = level.batch_size
     folded = list(args)
     positions = [*range(6)] if "flash" in op.name() else [*range(6), 8]
     for i in positions:
-        folded[i] = _bias(args[i], dims[i], size)
+        folded[i] = _bias(args[i], bdims[i], size)
     out = op(*folded, **kwargs)
     return tuple(_split(o, size) for o in out), 0
 
@@ -205,16 +205,16 @@ SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_so
 
 @row("aten::_masked_softmax")
 def masked_softmax(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Expand the two shorter kinds of masks to one value per element."""
     x, mask, dim, kind = with_defaults(args[:4], None, None, None, FULL_MASK)
-    rank = logical_rank(x, dims[0])
+    rank = logical_rank(x, bdims[0])
     fits = 2 if kind in (SOURCE_MASK, PADDING_MASK) else rank
-    if logical_rank(mask, dims[1]) != fits or mask.dtype is not torch.bool:
-        return raise_as_one_example(op, dims, args, kwargs)
-    x = expand_to_front(x, dims[0], level.batch_size)
-    mask = expand_to_front(mask, dims[1], level.batch_size)
+    if logical_rank(mask, bdims[1]) != fits or mask.dtype is not torch.bool:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x = expand_to_front(x, bdims[0], level.batch_size)
+    mask = expand_to_front(mask, bdims[1], level.batch_size)
     if kind == SOURCE_MASK:  # one value per pair of positions
         mask = unit_dims(mask, 1, rank - 2)
     elif kind == PADDING_MASK:  # one value per sequence and position
@@ -227,11 +227,13 @@ def masked_softmax(
 
 @row("aten::_masked_softmax_backward")
 def masked_softmax_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The mask has one value per element; torch returns a row of one element for a scalar."""
-    size, rank = level.batch_size, logical_rank(args[0], dims[0])
-    grad, out, mask = (expand_to_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    size, rank = level.batch_size, logical_rank(args[0], bdims[0])
+    grad, out, mask = (
+        expand_to_front(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True)
+    )
     if rank == 0:
         return op(grad.unsqueeze(1), out.unsqueeze(1), mask.unsqueeze(1), 1), 0
     dim = args[3] if len(args) > 3 else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, flat_by_example
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 def _refuse_update() -> None:
@@ -21,9 +21,9 @@ def _refuse_update() -> None:
     )
 
 
-def _channels(x: Tensor, at: int | None, size: int) -> Tensor:
+def _channels(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return the tensor as (N, batch * C, ...)."""
-    return expand_at(x, at, size, 1).flatten(1, 2)
+    return expand_at(x, bdim, size, 1).flatten(1, 2)
 
 
 def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
@@ -51,7 +51,7 @@ def _results(results: Sequence[Tensor], size: int, dim: int) -> Any:
 def _normalize(
     call: Callable[..., Any],
     level: RuleLevel,
-    dims: Dims,
+    bdims: BatchDims,
     tensors: Sequence[Any],
     training: bool,
     momentum: float = 1,
@@ -61,9 +61,9 @@ def _normalize(
     In training the running statistics are updated, except with a momentum of 0.
     """
     x, weight, bias, mean, var = tensors
-    at, p, q, m, v = dims
+    bdim, p, q, m, v = bdims
     size = level.batch_size
-    if at is None and m is None and v is None:
+    if bdim is None and m is None and v is None:
         right = x.dim() - 2
         out, *stats = call(x, None, None, mean, var)
         (out, to), n = (out, None), len(stats)
@@ -79,15 +79,17 @@ def _normalize(
                     out = apply(out, column)
         return (out, *stats), (to, *[None] * n)
     if not training and p is None and q is None and m is None and v is None:
-        return _results(call(batch_to_front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
+        return _results(
+            call(batch_to_front(x, bdim).flatten(0, 1), weight, bias, mean, var), size, 0
+        )
     updated = training and mean is not None and momentum != 0 and mean.numel() != 0
-    if updated and at is not None and (m is None or v is None):
+    if updated and bdim is not None and (m is None or v is None):
         _refuse_update()
-    flat = [flat_by_example(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
+    flat = [flat_by_example(t, bdim, size) for t, bdim in zip(tensors[1:], bdims[1:], strict=True)]
     if training and mean is not None:
         # The kernel writes into a copy, because autograd saves the original.
         flat[2:] = [t.clone() for t in flat[2:] if t is not None]
-    results = call(_channels(x, at, size), *flat)
+    results = call(_channels(x, bdim, size), *flat)
     if updated:
         for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
             assert new is not None
@@ -102,21 +104,21 @@ def _normalize(
 )  # fmt: skip
 @checked
 def batch_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Training is an argument."""
-    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5], args[6])
+    return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], args[5], args[6])
 
 
 @row("aten::_native_batch_norm_legit.no_stats")
 @checked
 def batch_norm_no_stats(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm without running statistics."""
     return _normalize(
         lambda x, w, b, _, __: op(x, w, b, *args[3:]),
-        level, (*dims[:3], None, None), (*args[:3], None, None), True,
+        level, (*bdims[:3], None, None), (*args[:3], None, None), True,
     )  # fmt: skip
 
 
@@ -125,16 +127,16 @@ def batch_norm_no_stats(
 )  # fmt: skip
 @checked
 def batch_norm_evaluating(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm in evaluation mode."""
-    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], False)
+    return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], False)
 
 
 @row("aten::_batch_norm_with_update")
 @checked
 def batch_norm_training(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm in training mode. Its derivative requires a weight."""
 
@@ -142,7 +144,7 @@ def batch_norm_training(
         weight = x.new_ones(x.shape[1]) if weight is None else weight
         return op(x, weight, *rest, *args[5:])
 
-    return _normalize(call, level, dims[:5], args[:5], True, args[5])
+    return _normalize(call, level, bdims[:5], args[:5], True, args[5])
 
 
 @row(
@@ -150,19 +152,19 @@ def batch_norm_training(
 )  # fmt: skip
 @checked
 def batch_norm_functional(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The new running statistics are results, which can be batched."""
     size = level.batch_size
-    flat = [flat_by_example(t, d, size) for t, d in zip(args[1:5], dims[1:5], strict=True)]
-    *results, mean, var = op(_channels(args[0], dims[0], size), *flat, *args[5:])
+    flat = [flat_by_example(t, bdim, size) for t, bdim in zip(args[1:5], bdims[1:5], strict=True)]
+    *results, mean, var = op(_channels(args[0], bdims[0], size), *flat, *args[5:])
     outs, out_dims = _results(results, size, 1)
     (mean, m), (var, v) = _split(mean, size), _split(var, size)
     return (*outs, mean, var), (*out_dims, m, v)
 
 
 def _backward(
-    call: Callable[..., Any], level: RuleLevel, dims: Dims, tensors: Sequence[Any]
+    call: Callable[..., Any], level: RuleLevel, bdims: BatchDims, tensors: Sequence[Any]
 ) -> Any:
     """Run ``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``.
 
@@ -172,8 +174,8 @@ def _backward(
     size = level.batch_size
     if not size:
         raise NoExamples  # without channels the kernel divides by zero and crashes the process
-    full = [_channels(t, d, size) for t, d in zip(tensors[:2], dims[:2], strict=True)]
-    flat = [flat_by_example(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
+    full = [_channels(t, bdim, size) for t, bdim in zip(tensors[:2], bdims[:2], strict=True)]
+    flat = [flat_by_example(t, bdim, size) for t, bdim in zip(tensors[2:], bdims[2:], strict=True)]
     grad_x, *grads = call(*full, *flat)
     if grad_x is not None:
         grad_x = grad_x.unflatten(1, (size, grad_x.shape[1] // size))
@@ -183,18 +185,18 @@ def _backward(
 
 @row("aten::native_batch_norm_backward", "aten::batch_norm_backward")
 def batch_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass; arguments after the statistics are passed on."""
-    return _backward(lambda *t: op(*t, *args[7:]), level, dims[:7], args[:7])
+    return _backward(lambda *t: op(*t, *args[7:]), level, bdims[:7], args[:7])
 
 
 @row("aten::cudnn_batch_norm_backward")
 def cudnn_batch_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The first two arguments are swapped."""
     return _backward(
         lambda grad, x, *t: op(x, grad, *t, *args[7:]),
-        level, (dims[1], dims[0], *dims[2:7]), (args[1], args[0], *args[2:7]),
+        level, (bdims[1], bdims[0], *bdims[2:7]), (args[1], args[0], *args[2:7]),
     )  # fmt: skip

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, aten_names, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, aten_names, row, rows
 
 
-def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
+def fold(x: Tensor, bdim: int | None, size: int, core: int) -> Tensor:
     """Return the tensor with the batch and N as one dim, before the ``core`` sample dims."""
-    x = expand_to_front(x, at, size)
+    x = expand_to_front(x, bdim, size)
     if x.dim() > core + 1:
         x = x.flatten(0, x.dim() - 1 - core)
     # Some kernels assume contiguous index tensors.
@@ -40,14 +40,14 @@ def folded(core: int, *positions: int) -> Rule:
     first = positions[0]
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         size = level.batch_size
         new = list(args)
         for i in positions:
-            new[i] = fold(args[i], dims[i], size, core)
+            new[i] = fold(args[i], bdims[i], size, core)
         x = args[first]
-        has_n = x.dim() - (dims[first] is not None) > core
+        has_n = x.dim() - (bdims[first] is not None) > core
         return unfold(op(*new, **kwargs), size, has_n), 0
 
     return checked(rule)
@@ -88,13 +88,13 @@ def fractional(core: int) -> Rule:
     """Return the rule of fractional pooling, whose random samples always have a dim N."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, kernel, output, samples = args
         size = level.batch_size
-        has_n = x.dim() - (dims[0] is not None) > core
-        samples = expand_to_front(samples, dims[3], size).flatten(0, 1)
-        return unfold(op(fold(x, dims[0], size, core), kernel, output, samples), size, has_n), 0
+        has_n = x.dim() - (bdims[0] is not None) > core
+        samples = expand_to_front(samples, bdims[3], size).flatten(0, 1)
+        return unfold(op(fold(x, bdims[0], size, core), kernel, output, samples), size, has_n), 0
 
     return checked(rule)
 
@@ -115,21 +115,21 @@ def _upsampling(suffix: str) -> list[str]:
 
 
 def upsample(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The input is always (N, C, ...)."""
     size = level.batch_size
-    out = op(fold(args[0], dims[0], size, args[0].dim() - 2), *args[1:], **kwargs)
+    out = op(fold(args[0], bdims[0], size, args[0].dim() - 2), *args[1:], **kwargs)
     return unfold(out, size, True), 0
 
 
 def upsample_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The shape of the input is an argument."""
     grad, output_size, (n, *shape), *rest = args
     size = level.batch_size
-    grad = fold(grad, dims[0], size, grad.dim() - 2)
+    grad = fold(grad, bdims[0], size, grad.dim() - 2)
     return unfold(op(grad, output_size, [n * size, *shape], *rest, **kwargs), size, True), 0
 
 
@@ -140,7 +140,7 @@ rows(upsample_backward, *_upsampling("_backward"))
 @row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
 @checked
 def grid_sampler(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Images sampled at shared points become channels; points of a shared image become rows.
 
@@ -148,25 +148,25 @@ def grid_sampler(
     """
     x, grid, *rest = args
     size = level.batch_size
-    if dims[1] is None and (dims[0] == 1 or grid.shape[0] == 1):
-        x = x.movedim(dims[0], 1)
+    if bdims[1] is None and (bdims[0] == 1 or grid.shape[0] == 1):
+        x = x.movedim(bdims[0], 1)
         out = op(x.flatten(1, 2), grid, *rest)
         return out.unflatten(1, x.shape[1:3]), 1
-    if dims[0] is None:
-        grid = grid.movedim(dims[1], 1)
+    if bdims[0] is None:
+        grid = grid.movedim(bdims[1], 1)
         out = op(x, grid.flatten(1, 2), *rest)
         return out.unflatten(2, grid.shape[1:3]), 2
-    x, grid = (expand_to_front(args[i], dims[i], size).flatten(0, 1) for i in (0, 1))
+    x, grid = (expand_to_front(args[i], bdims[i], size).flatten(0, 1) for i in (0, 1))
     return unfold(op(x, grid, *rest), size, True), 0
 
 
 @row("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 def grid_sampler_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N."""
     size = level.batch_size
-    pairs = zip(args[:3], dims[:3], strict=True)
+    pairs = zip(args[:3], bdims[:3], strict=True)
     tensors = [expand_to_front(v, d, size).flatten(0, 1) for v, d in pairs]
     return unfold(op(*tensors, *args[3:]), size, True), 0
 
@@ -174,10 +174,10 @@ def grid_sampler_backward(
 @row("aten::affine_grid_generator")
 @checked
 def affine_grid_generator(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The shape of the result is an argument."""
     theta, (n, *shape), align = args
     size = level.batch_size
-    theta = expand_to_front(theta, dims[0], size).flatten(0, 1)
+    theta = expand_to_front(theta, bdims[0], size).flatten(0, 1)
     return unfold(op(theta, [n * size, *shape], align), size, True), 0

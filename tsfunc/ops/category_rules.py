@@ -18,7 +18,7 @@ from torch import Tensor
 from tsfunc.ops.catalogue.classify import dim_arguments
 from tsfunc.ops.dims import batch_to_front
 from tsfunc.ops.identity import same_shape
-from tsfunc.ops.registry import Category, Dims, Rule, RuleLevel
+from tsfunc.ops.registry import BatchDims, Category, Rule, RuleLevel
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ def rule_of_category(category: Category, signature: OperatorSignature) -> Rule |
 
 
 def batch_first(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch an operator on one tensor whose leading dims are a batch."""
-    return op(batch_to_front(args[0], dims[0]), *args[1:], **kwargs), 0
+    return op(batch_to_front(args[0], bdims[0]), *args[1:], **kwargs), 0
 
 
 _MOST = 1000  # the maximum number of confirmed calls in the cache
@@ -64,32 +64,32 @@ class VerifiedRule:
         self,
         op: Any,
         level: RuleLevel,
-        dims: Dims,
+        bdims: BatchDims,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        key = (level.batch_size, *map(str, dims), *map(_key, (*args, *kwargs.values())))
+        key = (level.batch_size, *map(str, bdims), *map(_key, (*args, *kwargs.values())))
         if key not in self._confirmed:
-            if not self._agrees(op, level, dims, args, kwargs):
+            if not self._agrees(op, level, bdims, args, kwargs):
                 return NotImplemented
             if len(self._confirmed) >= _MOST:
                 self._confirmed.clear()
             self._confirmed.add(key)
-        return self.rule(op, level, dims, args, kwargs)
+        return self.rule(op, level, bdims, args, kwargs)
 
     def _agrees(
         self,
         op: Any,
         level: RuleLevel,
-        dims: Dims,
+        bdims: BatchDims,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> bool:
         """True if the rule's result has the shape and dtype that one example's result has."""
         try:
             given = [_fake(arg, None) for arg in args]
-            out, out_dims = self.rule(op, level, dims, given, kwargs)
-            example = [_fake(arg, dim) for arg, dim in zip(args, dims, strict=True)]
+            out, out_dims = self.rule(op, level, bdims, given, kwargs)
+            example = [_fake(arg, bdim) for arg, bdim in zip(args, bdims, strict=True)]
             wanted = op(*example, **kwargs)
         except Exception:
             # The operator has no fake kernel, or the fake kernel rejects one of the two calls.
@@ -99,11 +99,11 @@ class VerifiedRule:
         return len(results) == len(expected) == len(positions) and all(
             isinstance(result, Tensor)
             and result.dtype is one.dtype
-            and at is not None
-            and at < result.dim()
-            and result.shape[at] == level.batch_size
-            and result.shape[:at] + result.shape[at + 1 :] == one.shape
-            for result, one, at in zip(results, expected, positions, strict=True)
+            and bdim is not None
+            and bdim < result.dim()
+            and result.shape[bdim] == level.batch_size
+            and result.shape[:bdim] + result.shape[bdim + 1 :] == one.shape
+            for result, one, bdim in zip(results, expected, positions, strict=True)
         )
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from tsfunc.ops.dims import batch_to_front
 
 
-def channels_last(x: Tensor, at: int | None) -> bool:
+def channels_last(x: Tensor, bdim: int | None) -> bool:
     """True if each example is channels-last, decided from its strides as torch does."""
-    rank = x.dim() - (at is not None)
+    rank = x.dim() - (bdim is not None)
     if rank not in (4, 5):
         return False
-    pairs = [pair for dim, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if dim != at]
+    pairs = [pair for dim, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if dim != bdim]
     least: Any = 0
     for dim in (1, *range(rank - 1, 1, -1), 0):
         size, step = pairs[dim]
@@ -33,9 +33,9 @@ def channels_last(x: Tensor, at: int | None) -> bool:
     return True
 
 
-def channels_moved(x: Tensor, at: int | None) -> Tensor:
+def channels_moved(x: Tensor, bdim: int | None) -> Tensor:
     """Return the tensor with its batch dim first and the channels' dim last."""
-    return batch_to_front(x, at).movedim(2, -1)
+    return batch_to_front(x, bdim).movedim(2, -1)
 
 
 def channels_back(x: Tensor) -> Tensor:

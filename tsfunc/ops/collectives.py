@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, logical_rank, wrap_dim
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 _SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
@@ -27,9 +27,9 @@ def _wait(x: Tensor) -> Tensor:
     return waited
 
 
-def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def _along_first_dim(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     """Return the contiguous tensor with the first logical dim first, and its batch dim."""
-    return (x if at is None else x.movedim(at, 1)).contiguous(), None if at is None else 1
+    return (x if bdim is None else x.movedim(bdim, 1)).contiguous(), None if bdim is None else 1
 
 
 @row(
@@ -39,15 +39,15 @@ def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     "_c10d_functional::isend",
 )
 def elementwise(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives: the batch dim keeps its position."""
-    return op(args[0].contiguous(), *args[1:], **kwargs), dims[0]
+    return op(args[0].contiguous(), *args[1:], **kwargs), bdims[0]
 
 
 @row("_c10d_functional::all_reduce_", "_c10d_functional::broadcast_")
 def elementwise_in_place(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives in place; a non-contiguous tensor is sent as a copy."""
     target = args[0]
@@ -55,7 +55,7 @@ def elementwise_in_place(
         op(*args, **kwargs)
     else:
         target.copy_(_wait(op(target.contiguous(), *args[1:], **kwargs)))
-    return target, dims[0]
+    return target, bdims[0]
 
 
 @row(
@@ -66,21 +66,21 @@ def elementwise_in_place(
     )
 )
 def along_first_dim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collectives that concatenate or split the first dim: the batch dim goes behind it."""
-    if not logical_rank(args[0], dims[0]):
-        return raise_as_one_example(op, dims, args, kwargs)
-    x, at = _along_first_dim(args[0], dims[0])
-    return op(x, *args[1:], **kwargs), at
+    if not logical_rank(args[0], bdims[0]):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x, bdim = _along_first_dim(args[0], bdims[0])
+    return op(x, *args[1:], **kwargs), bdim
 
 
 @row("_c10d_functional::all_reduce_coalesced")
 def all_elementwise(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives of several tensors, some of which can be unbatched."""
-    return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(dims[0])
+    return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(bdims[0])
 
 
 @row(
@@ -88,24 +88,24 @@ def all_elementwise(
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
 def all_along_first_dim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collectives along the first dim of several tensors, some of which can be unbatched."""
-    if not all(map(logical_rank, args[0], dims[0])):
-        return raise_as_one_example(op, dims, args, kwargs)
-    moved = [_along_first_dim(x, at) for x, at in zip(args[0], dims[0], strict=True)]
-    return op([x for x, _ in moved], *args[1:], **kwargs), tuple(at for _, at in moved)
+    if not all(map(logical_rank, args[0], bdims[0])):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    moved = [_along_first_dim(x, bdim) for x, bdim in zip(args[0], bdims[0], strict=True)]
+    return op([x for x, _ in moved], *args[1:], **kwargs), tuple(bdim for _, bdim in moved)
 
 
 @row("_dtensor::shard_dim_alltoall")
 def shard_dim_alltoall(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Change the dim along which a DTensor is sharded."""
     x, gather_dim, shard_dim, *group = args
-    rank = logical_rank(x, dims[0])
+    rank = logical_rank(x, bdims[0])
     gather, shard = wrap_dim(gather_dim, rank) + 1, wrap_dim(shard_dim, rank) + 1
-    return op(batch_to_front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
+    return op(batch_to_front(x, bdims[0]).contiguous(), gather, shard, *group, **kwargs), 0
 
 
 # The kinds of exchange along a mesh axis whose integer arguments are dims.
@@ -114,13 +114,13 @@ _OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
 
 @row("tsfunc_mesh::map")
 def exchange(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Exchange the whole batch among ranks at once, with the batch dim first."""
     x, kind, ints, *rest = args
     if kind in _OF_DIMS:
         ints = [number + 1 for number in ints]
-    return op(batch_to_front(x, dims[0]), kind, ints, *rest, **kwargs), 0
+    return op(batch_to_front(x, bdims[0]), kind, ints, *rest, **kwargs), 0
 
 
 # For these operators and linear reductions the operator maps tangents as it maps primals.

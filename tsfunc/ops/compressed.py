@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
 LAYOUTS = frozenset({*BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
@@ -67,12 +67,12 @@ def with_values(x: Tensor, values: Tensor) -> Tensor:
     return of_members(compressed, plain, values, x.shape, x.layout)
 
 
-def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
+def batch_of(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return the tensor with its batch dim first.
 
     An unbatched matrix is copied for each example.
     """
-    if at is not None:
+    if bdim is not None:
         return x
     parts = [part.expand(size, *part.shape).contiguous() for part in members(x)]
     compressed, plain, values = parts
@@ -153,32 +153,32 @@ def as_one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
     "aten::row_indices_copy",
 )  # fmt: skip
 def indices(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the indices; their batch dims are those of the tensor."""
-    return op(args[0]), dims[0]
+    return op(args[0]), bdims[0]
 
 
 @row("aten::sparse_compressed_tensor.comp_plain_value_size")
 def sparse_compressed_tensor(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Members with batch dims make a tensor with batch dims."""
     parts = [
-        expand_to_front(part, dim, level.batch_size).contiguous()
-        for part, dim in zip(args[:3], dims[:3], strict=True)
+        expand_to_front(part, bdim, level.batch_size).contiguous()
+        for part, bdim in zip(args[:3], bdims[:3], strict=True)
     ]
     return op(*parts, [level.batch_size, *args[3]], *args[4:], **kwargs), 0
 
 
 @row("aten::sparse_sampled_addmm")
 def sparse_sampled_addmm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel requires the same batch size of all arguments."""
     size = level.batch_size
-    x, y = (expand_to_front(arg, dim, size) for arg, dim in zip(args[1:], dims[1:], strict=True))
-    return op(batch_of(args[0], dims[0], size), x, y, **kwargs), 0
+    x, y = (expand_to_front(arg, bdim, size) for arg, bdim in zip(args[1:], bdims[1:], strict=True))
+    return op(batch_of(args[0], bdims[0], size), x, y, **kwargs), 0
 
 
 def stack_examples(results: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tsfunc.ops.dims import expand_at, logical_rank
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 @lru_cache(maxsize=1024)
@@ -31,35 +31,35 @@ def _with_batch(equation: str, positions: tuple[int | None, ...]) -> str | None:
         once = {x for x in inputs if x.isalpha() and inputs.count(x) == 1}
         output = ("..." if "..." in inputs else "") + "".join(sorted(once))
     mapped = []
-    for term, at in zip(terms, positions, strict=True):
-        if at is None:
+    for term, bdim in zip(terms, positions, strict=True):
+        if bdim is None:
             mapped.append(term)
         elif "." in term:  # an ellipsis has any number of dims: the batch is first
             mapped.append(letter + term)
         else:
-            mapped.append(term[:at] + letter + term[at:])
+            mapped.append(term[:bdim] + letter + term[bdim:])
     return f"{','.join(mapped)}->{letter}{output}"
 
 
 @row("aten::einsum")
 def einsum(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim gets its own letter, in its place."""
     equation, tensors = args
-    positions = dims[1]
+    positions = bdims[1]
     if "." in equation:
         tensors = [
-            x if at is None else expand_at(x, at, level.batch_size, 0)
-            for x, at in zip(tensors, positions, strict=True)
+            x if bdim is None else expand_at(x, bdim, level.batch_size, 0)
+            for x, bdim in zip(tensors, positions, strict=True)
         ]
-        positions = [None if at is None else 0 for at in positions]
-    for x, at, term in zip(
+        positions = [None if bdim is None else 0 for bdim in positions]
+    for x, bdim, term in zip(
         tensors, positions, equation.partition("->")[0].split(","), strict=False
     ):
-        if "." not in term and logical_rank(x, at) != sum(map(str.isalpha, term)):
-            return raise_as_one_example(op, (None, dims[1]), args, kwargs)
+        if "." not in term and logical_rank(x, bdim) != sum(map(str.isalpha, term)):
+            return raise_as_one_example(op, (None, bdims[1]), args, kwargs)
     physical = _with_batch(equation, tuple(positions))
     if physical is None:
-        return raise_as_one_example(op, (None, dims[1]), args, kwargs)
+        return raise_as_one_example(op, (None, bdims[1]), args, kwargs)
     return op(physical, tensors, **kwargs), 0

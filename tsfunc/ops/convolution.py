@@ -27,19 +27,19 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 
 
-def _fold(x: Tensor, at: int, dim: int) -> Tensor:
+def _fold(x: Tensor, bdim: int, dim: int) -> Tensor:
     """Fold the batch into logical dim ``dim``, as its outer part."""
-    return x.movedim(at, dim).flatten(dim, dim + 1)
+    return x.movedim(bdim, dim).flatten(dim, dim + 1)
 
 
-def _fold_grouped(x: Tensor, at: int, dim: int, groups: int) -> Tensor:
+def _fold_grouped(x: Tensor, bdim: int, dim: int, groups: int) -> Tensor:
     """Fold the batch into the channels, inside of each group."""
     if groups == 1:
-        return _fold(x, at, dim)
-    x = x.movedim(at, 0)
+        return _fold(x, bdim, dim)
+    x = x.movedim(bdim, 0)
     x = x.unflatten(dim + 1, (groups, x.shape[dim + 1] // groups))
     return x.movedim(0, dim + 1).flatten(dim, dim + 2)
 
@@ -55,41 +55,41 @@ def _unfold_grouped(x: Tensor, dim: int, size: int, groups: int) -> tuple[Tensor
     return x.movedim(dim + 1, 0).flatten(dim + 1, dim + 2), 0
 
 
-def _placeholder_like(like: Tensor, at: int | None, dim: int, size: int) -> Tensor:
+def _placeholder_like(like: Tensor, bdim: int | None, dim: int, size: int) -> Tensor:
     """Return a tensor whose shape alone the kernel reads; dim ``dim`` is ``size`` times larger."""
     shape = list(like.shape)
-    if at is not None:
-        del shape[at]
+    if bdim is not None:
+        del shape[bdim]
     shape[dim] = shape[dim] * size
     return like.new_zeros(()).expand(shape)
 
 
 def _with_bias(
-    out: Tensor, at: int | None, bias: Tensor | None, p: int | None
+    out: Tensor, bdim: int | None, bias: Tensor | None, p: int | None
 ) -> tuple[Tensor, int]:
     if bias is not None:
-        spatial = (out.dim() if at is None else out.dim() - 1) - 2
+        spatial = (out.dim() if bdim is None else out.dim() - 1) - 2
         bias = bias.movedim(p, 0) if p else bias
         for _ in range(spatial):
             bias = bias.unsqueeze(-1)
-        (out, bias), at = align((out, bias), (at, None if p is None else 0))
+        (out, bias), bdim = align((out, bias), (bdim, None if p is None else 0))
         out = out + bias
-    assert at is not None
-    return out, at
+    assert bdim is not None
+    return out, bdim
 
 
 @row("aten::convolution", "aten::convolution_overrideable")
 @checked
 def convolution(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N, O or the groups: NOTE [folding a convolution]."""
     x, weight, bias, *rest, groups = args
-    p, q, r = dims[:3]
+    p, q, r = bdims[:3]
     transposed = rest[3]
     size = level.batch_size
     if bias is not None and bias.dtype != x.dtype:  # a separate sum would promote the bias
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if p is None:
             return _with_bias(op(x, weight, None, *rest, groups), None, bias, r)
@@ -110,11 +110,11 @@ def convolution(
 
 
 def _input_grad(
-    op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
+    op: Any, size: int, bdims: BatchDims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
 ) -> tuple[Tensor, int | None]:
     """Return the input's gradient from the result's gradient and the weight."""
     grad, x, weight = tensors
-    p, at, q = dims
+    p, bdim, q = bdims
     transposed, mask = rest[3], [True, False, False]
 
     def run(grad: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
@@ -122,11 +122,11 @@ def _input_grad(
         return out
 
     if p is None and q is None:
-        return run(grad, _placeholder_like(x, at, 0, 1), weight, groups), None
+        return run(grad, _placeholder_like(x, bdim, 0, 1), weight, groups), None
     if q is None:
-        out = run(_fold(grad, p, 0), _placeholder_like(x, at, 0, size), weight, groups)
+        out = run(_fold(grad, p, 0), _placeholder_like(x, bdim, 0, size), weight, groups)
         return _unfold(out, 0, size)
-    x = _placeholder_like(x, at, 1, size)
+    x = _placeholder_like(x, bdim, 1, size)
     if p is None:
         weight = _fold_grouped(weight, q, 0, groups) if transposed else _fold(weight, q, 1)
         return _unfold_grouped(run(grad, x, weight, groups), 1, size, groups)
@@ -134,16 +134,16 @@ def _input_grad(
 
 
 def _weight_grad(
-    op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
+    op: Any, size: int, bdims: BatchDims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
 ) -> tuple[Tensor, int | None]:
     """Return the weight's gradient from the result's gradient and the input."""
     grad, x, weight = tensors
-    p, q, at = dims
+    p, q, bdim = bdims
     transposed, mask = rest[3], [False, True, False]
 
     def run(grad: Tensor, x: Tensor, dim: int, by: int, groups: int) -> Tensor:
         out: Tensor = op(
-            grad, x, _placeholder_like(weight, at, dim, by), None, *rest, groups, mask
+            grad, x, _placeholder_like(weight, bdim, dim, by), None, *rest, groups, mask
         )[1]
         return out
 
@@ -163,18 +163,18 @@ def _weight_grad(
     return _unfold(out, 1, size) if inner else _unfold_grouped(out, 0, size, groups)
 
 
-def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def _bias_grad(grad: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     """Sum over all dims except the channels."""
-    if at is None:
+    if bdim is None:
         return grad.sum([0, *range(2, grad.dim())]), None
-    channels = 1 if at > 1 else 2
-    kept = (at, channels)
-    return grad.sum([d for d in range(grad.dim()) if d not in kept]), int(at > channels)
+    channels = 1 if bdim > 1 else 2
+    kept = (bdim, channels)
+    return grad.sum([d for d in range(grad.dim()) if d not in kept]), int(bdim > channels)
 
 
 @row("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def convolution_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compute each gradient separately, because each folds the batch into another dim."""
     if len(args) == 11:
@@ -186,12 +186,12 @@ def convolution_backward(
     size = level.batch_size
     function = torch.ops.aten.convolution_backward
     if mask[0]:
-        results[0] = _input_grad(function, size, dims[:3], tensors, rest, groups)
+        results[0] = _input_grad(function, size, bdims[:3], tensors, rest, groups)
     if mask[1]:
-        results[1] = _weight_grad(function, size, dims[:3], tensors, rest, groups)
+        results[1] = _weight_grad(function, size, bdims[:3], tensors, rest, groups)
     if mask[2]:
-        results[2] = _bias_grad(tensors[0], dims[0])
-    return tuple(out for out, _ in results), tuple(at for _, at in results)
+        results[2] = _bias_grad(tensors[0], bdims[0])
+    return tuple(out for out, _ in results), tuple(bdim for _, bdim in results)
 
 
 _WHOLE = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -222,15 +222,15 @@ def convolution_rule(spatial: int) -> Rule:
     """
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, weight, bias, stride, padding, dilation, groups = with_defaults(
             args, None, None, None, [1], [0], [1], 1
         )
-        p, q, r = with_defaults(dims[:3], None, None, None)
+        p, q, r = with_defaults(bdims[:3], None, None, None)
         rank = logical_rank(x, p)
         if rank not in (spatial + 1, spatial + 2):
-            return raise_as_one_example(op, dims, args, kwargs)
+            return raise_as_one_example(op, bdims, args, kwargs)
         if q is None and r is None:  # fold the batch into N
             out = op(fold(x, p, level.batch_size, spatial + 1), *args[1:], **kwargs)
             return unfold(out, level.batch_size, rank == spatial + 2), 0
@@ -239,30 +239,30 @@ def convolution_rule(spatial: int) -> Rule:
         stride, dilation = _per_spatial_dim(stride, spatial), _per_spatial_dim(dilation, spatial)
         if isinstance(padding, str):
             if padding == "same" and any(step != 1 for step in stride):
-                return raise_as_one_example(op, dims, args, kwargs)
+                return raise_as_one_example(op, bdims, args, kwargs)
             x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
         padding = _per_spatial_dim(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
         result = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
         if result is NotImplemented:
             return result
-        out, at = result
-        return (out, at) if rank == spatial + 2 else (batch_to_front(out, at).squeeze(1), 0)
+        out, bdim = result
+        return (out, bdim) if rank == spatial + 2 else (batch_to_front(out, bdim).squeeze(1), 0)
 
     return rule
 
 
 def _padded(
-    x: Tensor, at: int | None, how: str, kernel: Sequence[Any], dilation: Sequence[Any]
+    x: Tensor, bdim: int | None, how: str, kernel: Sequence[Any], dilation: Sequence[Any]
 ) -> tuple[Tensor, int | None, list[Any]]:
     """Return the input, its batch dim and numeric padding; "same" can pad one side more."""
     if how == "valid":
-        return x, at, [0]
+        return x, bdim, [0]
     totals = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
     if all(total % 2 == 0 for total in totals):
-        return x, at, [total // 2 for total in totals]
+        return x, bdim, [total // 2 for total in totals]
     pad = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return torch.constant_pad_nd(batch_to_front(x, at), pad), None if at is None else 0, [0]
+    return torch.constant_pad_nd(batch_to_front(x, bdim), pad), None if bdim is None else 0, [0]
 
 
 for _rank in (1, 2, 3):

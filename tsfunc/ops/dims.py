@@ -1,7 +1,7 @@
 """Helpers of batching rules: logical and physical dims, and alignment of tensors.
 
 A *logical* dim is one that the user sees. The *physical* value of a batched tensor has the batch
-dim besides, at ``at`` (None: not batched).
+dim besides, at ``bdim`` (None: not batched).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
     return [*given, *defaults[len(given) :]]
 
 
-def logical_rank(x: Tensor, at: int | None) -> int:
+def logical_rank(x: Tensor, bdim: int | None) -> int:
     """Return the number of logical dims."""
-    return x.dim() if at is None else x.dim() - 1
+    return x.dim() if bdim is None else x.dim() - 1
 
 
-def logical_shape(x: Tensor, at: int | None) -> list[Any]:
+def logical_shape(x: Tensor, bdim: int | None) -> list[Any]:
     """Return the logical sizes."""
-    return [size for dim, size in enumerate(x.shape) if dim != at]
+    return [size for dim, size in enumerate(x.shape) if dim != bdim]
 
 
 def wrap_dim(dim: int, rank: int) -> int:
@@ -40,15 +40,15 @@ def wrap_dim(dim: int, rank: int) -> int:
     return dim + span if dim < 0 else dim
 
 
-def physical_dim(dim: int, rank: int, at: int) -> int:
-    """Return the physical dim of a logical dim, for logical rank ``rank`` and batch dim ``at``."""
+def physical_dim(dim: int, rank: int, bdim: int) -> int:
+    """Return the physical dim of a logical dim, for a logical rank and a batch dim."""
     dim = wrap_dim(dim, rank)
-    return dim if dim < at else dim + 1
+    return dim if dim < bdim else dim + 1
 
 
-def physical_dims(dims: Sequence[int], rank: int, at: int) -> list[int]:
+def physical_dims(dims: Sequence[int], rank: int, bdim: int) -> list[int]:
     """Return ``physical_dim`` of each of several dims."""
-    return [physical_dim(dim, rank, at) for dim in dims]
+    return [physical_dim(dim, rank, bdim) for dim in dims]
 
 
 def check_dims_of_scalar(dims: Sequence[int]) -> None:
@@ -59,24 +59,24 @@ def check_dims_of_scalar(dims: Sequence[int]) -> None:
         raise RuntimeError("dim 0 appears multiple times in the list of dims")
 
 
-def every_dim(rank: int, at: int) -> list[int]:
+def every_dim(rank: int, bdim: int) -> list[int]:
     """Return all physical dims except the batch dim, as for a reduction without dims."""
-    return [dim for dim in range(rank + 1) if dim != at]
+    return [dim for dim in range(rank + 1) if dim != bdim]
 
 
-def batch_to_front(x: Tensor, at: int | None) -> Tensor:
+def batch_to_front(x: Tensor, bdim: int | None) -> Tensor:
     """Return the tensor with its batch dim first; an unbatched tensor is returned unchanged."""
-    return x.movedim(at, 0) if at else x
+    return x.movedim(bdim, 0) if bdim else x
 
 
-def expand_to_front(x: Tensor, at: int | None, size: int) -> Tensor:
+def expand_to_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return the tensor with a batch dim first; an unbatched tensor is expanded, with stride 0."""
-    return x.expand(size, *x.shape) if at is None else batch_to_front(x, at)
+    return x.expand(size, *x.shape) if bdim is None else batch_to_front(x, bdim)
 
 
-def flat_by_example(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
+def flat_by_example(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
     """Return the values of all examples in one dim, one example after the other; None for None."""
-    return None if x is None else expand_to_front(x, at, size).flatten()
+    return None if x is None else expand_to_front(x, bdim, size).flatten()
 
 
 def at_least_one_dim(x: Tensor, dim: int) -> Tensor:
@@ -92,13 +92,13 @@ def flatten_logical(x: Tensor) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
-def expand_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
+def expand_at(x: Tensor, bdim: int | None, size: int, to: int) -> Tensor:
     """Return the tensor with its batch dim at ``to``; an unbatched tensor is expanded."""
-    if at is None:
+    if bdim is None:
         shape = list(x.shape)
         shape.insert(to, size)
         return x.unsqueeze(to).expand(shape)
-    return x if at == to else x.movedim(at, to)
+    return x if bdim == to else x.movedim(bdim, to)
 
 
 def unit_dims(x: Tensor, dim: int, count: int) -> Tensor:
@@ -108,24 +108,24 @@ def unit_dims(x: Tensor, dim: int, count: int) -> Tensor:
     return x
 
 
-def align_batch_dim(x: Tensor, at: int | None, right: int) -> Tensor:
+def align_batch_dim(x: Tensor, bdim: int | None, right: int) -> Tensor:
     """Move the batch dim so that ``right`` logical dims follow it.
 
     An unbatched tensor with more than ``right`` dims gets a dim of size 1 in the place of the
     batch dim, so that its leading dims do not broadcast with the batch dim.
     """
-    if at is None:
+    if bdim is None:
         return x.unsqueeze(-right - 1) if x.dim() > right else x
     rank = x.dim() - 1
-    if rank - at == right:
+    if rank - bdim == right:
         return x
     if rank >= right:
-        return x.movedim(at, rank - right)
-    return unit_dims(batch_to_front(x, at), 1, right - rank)
+        return x.movedim(bdim, rank - right)
+    return unit_dims(batch_to_front(x, bdim), 1, right - rank)
 
 
 def align(
-    args: Sequence[Any], dims: Sequence[int | None], right: int | None = None
+    args: Sequence[Any], bdims: Sequence[int | None], right: int | None = None
 ) -> tuple[list[Any], int]:
     """Align tensors so that they broadcast as their logical values do.
 
@@ -141,20 +141,20 @@ def align(
         The aligned arguments and the batch dim of the result.
     """
     top, lead, following = 0, -1, 0
-    for arg, at in zip(args, dims, strict=False):
+    for arg, bdim in zip(args, bdims, strict=False):
         if isinstance(arg, Tensor):
             rank = arg.dim()
-            if at is not None:
+            if bdim is not None:
                 rank -= 1
                 if rank > lead:
-                    lead, following = rank, rank - at
+                    lead, following = rank, rank - bdim
             if rank > top:
                 top = rank
     if right is None:
         right = following if lead == top else top
     placed = [
-        align_batch_dim(arg, at, right) if isinstance(arg, Tensor) else arg
-        for arg, at in zip(args, dims, strict=False)
+        align_batch_dim(arg, bdim, right) if isinstance(arg, Tensor) else arg
+        for arg, bdim in zip(args, bdims, strict=False)
     ]
     return placed, max(top, right) - right
 
@@ -178,7 +178,7 @@ def _join(known: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
     return dtype if known is None or known is dtype else torch.promote_types(known, dtype)
 
 
-def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence[Any]:
+def promote_scalars(args: Sequence[Any], bdims: Sequence[int | None]) -> Sequence[Any]:
     """Cast batched tensors without logical dims if torch would promote them wrongly.
 
     A scalar tensor affects the result dtype only by its kind. The physical value of a batched
@@ -189,13 +189,13 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
     narrow: torch.dtype | None = None
     device: torch.device | None = None
     scalars = False
-    for arg, at in zip(args, dims, strict=False):
+    for arg, bdim in zip(args, bdims, strict=False):
         if isinstance(arg, Tensor):
-            if arg.dim() > (0 if at is None else 1):
+            if arg.dim() > (0 if bdim is None else 1):
                 wide, device = _join(wide, arg.dtype), arg.device
             else:
                 narrow = _join(narrow, arg.dtype)
-                scalars = scalars or at is not None
+                scalars = scalars or bdim is not None
     if not scalars or narrow is None:
         return args
     target = narrow if wide is None else promote_scalar_dtype(wide, narrow)
@@ -204,9 +204,9 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
             device=arg.device if device is None else device,
             dtype=arg.dtype if arg.dtype is torch.bool else target,
         )
-        if at is not None and arg.dim() == 1
+        if bdim is not None and arg.dim() == 1
         else arg
-        for arg, at in zip(args, dims, strict=False)
+        for arg, bdim in zip(args, bdims, strict=False)
     ]
 
 

@@ -17,57 +17,57 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import raise_as_one_example, ranks_at_least
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
-def _aligned(level: RuleLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _aligned(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors with the batch dim first and equal ranks."""
-    top = max(logical_rank(x, d) for x, d in zip(tensors, dims, strict=True))
+    top = max(logical_rank(x, bdim) for x, bdim in zip(tensors, bdims, strict=True))
     return [
-        unit_dims(expand_to_front(x, d, level.batch_size), 1, top - logical_rank(x, d))
-        for x, d in zip(tensors, dims, strict=True)
+        unit_dims(expand_to_front(x, bdim, level.batch_size), 1, top - logical_rank(x, bdim))
+        for x, bdim in zip(tensors, bdims, strict=True)
     ]
 
 
 @row("aten::_cdist_forward", "aten::cdist")
 def cdist(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Leading dims broadcast."""
-    if not ranks_at_least(dims, args[:2], 2, 2):
-        return raise_as_one_example(op, dims, args, kwargs)
-    x, y = _aligned(level, dims[:2], args[:2])
+    if not ranks_at_least(bdims, args[:2], 2, 2):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x, y = _aligned(level, bdims[:2], args[:2])
     return op(x, y, *args[2:]), 0
 
 
 @row("aten::_euclidean_dist")
 def euclidean_dist(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Leading dims must be equal, so they are expanded."""
-    x, y = _aligned(level, dims, args)
+    x, y = _aligned(level, bdims, args)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return op(x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])), 0
 
 
 @row("aten::_cdist_backward")
 def cdist_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result has the shape of the first matrix."""
     grad, x, y, p, distances = args
-    whole = expand_to_front(x, dims[1], level.batch_size)
-    tensors = _aligned(level, (*dims[:3], dims[4]), (grad, x, y, distances))
+    whole = expand_to_front(x, bdims[1], level.batch_size)
+    tensors = _aligned(level, (*bdims[:3], bdims[4]), (grad, x, y, distances))
     grad, x, y, distances = (t.contiguous() for t in tensors)
     return op(grad, x, y, p, distances).reshape(whole.shape), 0
 
 
 @row("aten::_pdist_forward")
 def pdist(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select the distances above the diagonal from those between all rows."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     p = args[1] if len(args) > 1 else 2.0
     above = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
     return torch.cdist(x, x, p)[:, above[0], above[1]], 0
@@ -75,30 +75,30 @@ def pdist(
 
 @row("aten::_pdist_backward")
 def pdist_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call cdist's backward with symmetric matrices of gradients and distances."""
     grad, x, p, distances = args
     size = level.batch_size
-    x = expand_to_front(x, dims[1], size).contiguous()
+    x = expand_to_front(x, bdims[1], size).contiguous()
     n = x.shape[1]
     i, j = torch.triu_indices(n, n, 1, device=x.device)
     square = []
-    for values, at in ((grad, dims[0]), (distances, dims[3])):
+    for values, bdim in ((grad, bdims[0]), (distances, bdims[3])):
         half = values.new_zeros((size, n, n))
-        half[:, i, j] = expand_to_front(values, at, size)
+        half[:, i, j] = expand_to_front(values, bdim, size)
         square.append(half + half.mT)
     return torch.ops.aten._cdist_backward(square[0], x, x, p, square[1]), 0
 
 
 @row("aten::cosine_similarity")
 def cosine_similarity(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare tensors that broadcast, along one dim."""
     x, y, dim, eps = with_defaults(args, None, None, 1, 1e-8)
-    rank = max(logical_rank(x, dims[0]), logical_rank(y, dims[1]))
+    rank = max(logical_rank(x, bdims[0]), logical_rank(y, bdims[1]))
     if rank == 0:
-        return raise_as_one_example(op, dims, args, kwargs)
-    x, y = _aligned(level, dims[:2], (x, y))
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x, y = _aligned(level, bdims[:2], (x, y))
     return op(x, y, physical_dim(dim, rank, 0), eps), 0

@@ -25,7 +25,7 @@ from tsfunc.ops.dims import (
     op_name,
 )
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results, common_value
 from tsfunc.user_code import user_location
 
@@ -44,7 +44,7 @@ def refuse_dynamic_size(op: Any, instead: str) -> NoReturn:
 
 @row("aten::_local_scalar_dense", "aten::item")
 def item(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a Python value that all examples share.
 
@@ -55,7 +55,7 @@ def item(
         DataDependentError: the vmap does not split batches, and the value is not read by a formula
             or differs between examples.
     """
-    one = args[0].select(dims[0], 0)
+    one = args[0].select(bdims[0], 0)
     if level.splitter is None:
         if level.in_backward_formula and common_value(args[0], "item") is not None:
             return op(one), None
@@ -65,22 +65,22 @@ def item(
             f"operations ({function_name(op)} at {user_location()} has to return one Python "
             f"value, but each example has its own), {OUTSIDE}."
         )
-    agree(op, level, batch_to_front(args[0], dims[0]))
+    agree(op, level, batch_to_front(args[0], bdims[0]))
     return op(one), None
 
 
 @row("aten::equal", "aten::allclose")
 def compare_tensors(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare whole tensors: the result is one bool, which the examples must share.
 
     Without ``data_dependent="split"`` this works only in backward formulas: that of a complex
     ``svd`` compares its cotangents, to refuse those that depend on the phases of the vectors.
     """
-    (x, y), at = align(args[:2], dims[:2])
+    (x, y), bdim = align(args[:2], bdims[:2])
     exact = op_name(op) == "aten::equal"
-    alike = logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1])
+    alike = logical_shape(args[0], bdims[0]) == logical_shape(args[1], bdims[1])
     if level.splitter is None:
         # True for the batch is True for each example.
         if level.in_backward_formula and (alike or not exact) and op(x, y, *args[2:], **kwargs):
@@ -92,26 +92,28 @@ def compare_tensors(
         )
     if alike or not exact:
         same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:], **kwargs)
-        agree(op, level, _rows(same, at).all(1))
-    one = [x if at is None else x.select(at, 0) for x, at in zip(args, dims, strict=True)]
+        agree(op, level, _rows(same, bdim).all(1))
+    one = [x if bdim is None else x.select(bdim, 0) for x, bdim in zip(args, bdims, strict=True)]
     return op(*one, **kwargs), None
 
 
-def _rows(x: Tensor, at: int = 0) -> Tensor:
+def _rows(x: Tensor, bdim: int = 0) -> Tensor:
     """Return one row of elements per example."""
-    x = batch_to_front(x, at)
+    x = batch_to_front(x, bdim)
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
 def _run_each_example(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
         refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
     results = []
     for i in range(level.batch_size):
-        one = [x if at is None else x.select(at, i) for x, at in zip(args, dims, strict=True)]
+        one = [
+            x if bdim is None else x.select(bdim, i) for x, bdim in zip(args, bdims, strict=True)
+        ]
         results.append(op(*one, **kwargs))
     agree_on_results(op, level, results)
     if isinstance(results[0], Tensor):
@@ -149,22 +151,22 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
 
 @row("aten::nonzero")
 def nonzero(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make one call for all examples, which have equally many nonzero elements."""
     if level.splitter is None:
         refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
-    return nonzeros(op, level, [batch_to_front(args[0], dims[0])])[0], 0
+    return nonzeros(op, level, [batch_to_front(args[0], bdims[0])])[0], 0
 
 
 @row("aten::nonzero_numpy", "aten::argwhere", "aten::where")
 def argument_nonzero(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Other forms of ``nonzero``."""
     if level.splitter is None:
         refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     if op_name(op) == "aten::argwhere":
         return nonzeros(op, level, [x])[0], 0
     if x.dim() == 1:
@@ -175,13 +177,13 @@ def argument_nonzero(
 @row("aten::masked_select")
 @checked
 def masked_select(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select with a shared mask, which gives equally many elements for each example."""
     x, mask = args
-    if dims[1] is not None:
-        return _masked_select(op, level, dims, x, mask)
-    x = batch_to_front(x, dims[0])
+    if bdims[1] is not None:
+        return _masked_select(op, level, bdims, x, mask)
+    x = batch_to_front(x, bdims[0])
     for _ in range(mask.dim() - logical_rank(x, 0)):
         x = x.unsqueeze(1)
     x = x.expand(x.shape[0], *torch.broadcast_shapes(x.shape[1:], mask.shape))
@@ -194,12 +196,12 @@ def masked_select(
     return selected, 0
 
 
-def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
+def _masked_select(op: Any, level: RuleLevel, bdims: BatchDims, x: Tensor, mask: Tensor) -> Any:
     """Select with one mask per example."""
     if level.splitter is None:
         refuse_dynamic_size(op, "Use torch.where(mask, x, fill) instead")
-    (x, mask), at = align([x, mask], dims)
-    x, mask = (batch_to_front(t, at) for t in torch.broadcast_tensors(x, mask))
+    (x, mask), bdim = align([x, mask], bdims)
+    x, mask = (batch_to_front(t, bdim) for t in torch.broadcast_tensors(x, mask))
     agree(op, level, _rows(mask).count_nonzero(1))
     out = op(x, mask)
     return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
@@ -207,17 +209,17 @@ def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tenso
 
 @row("aten::repeat_interleave.Tensor")
 def repeat_interleave(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
-    ends = batch_to_front(args[0], dims[0]).cumsum(1)
+    ends = batch_to_front(args[0], bdims[0]).cumsum(1)
     if count is None:
         if level.splitter is None:
             refuse_dynamic_size(
                 op, "Give repeat_interleave an output_size that holds for all examples"
             )
-        sums = batch_to_front(args[0], dims[0]).sum(1)
+        sums = batch_to_front(args[0], bdims[0]).sum(1)
         agree(op, level, sums)
         count = int(sums[0])
     positions = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
@@ -226,10 +228,10 @@ def repeat_interleave(
 
 @row("aten::nonzero_static")
 def nonzero_static(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Scatter the index of each nonzero element to its ordinal; others go to an extra column."""
-    x = batch_to_front(args[0], dims[0]) != 0
+    x = batch_to_front(args[0], bdims[0]) != 0
     size, fill = kwargs["size"], kwargs.get("fill_value", -1)
     flat = flatten_logical(x)
     order = flat.cumsum(1) - 1
@@ -250,7 +252,7 @@ def nonzero_static(
 
 @row("aten::_is_any_true", "aten::_is_all_true")
 def is_true(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce over all examples.
 
@@ -261,7 +263,7 @@ def is_true(
 
 @row("aten::_assert_async", "aten::_assert_async.msg")
 def assert_async(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The condition must hold for every example."""
     op(torch.ops.aten._is_all_true(args[0]), *args[1:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, expand_to_front, flat_by_example, refuse_inplace
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
@@ -23,11 +23,11 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
 
 @row("aten::embedding")
 def embedding(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batched weights are stacked into one long table."""
     weight, indices, *rest = args
-    p, q = dims[:2]
+    p, q = bdims[:2]
     size = level.batch_size
     padding, by_frequency = (*rest, *(-1, False)[len(rest) :])[:2]
     if p is None and by_frequency:  # the frequency is counted separately for each example
@@ -35,7 +35,7 @@ def embedding(
     if p is None:
         return op(weight, indices, *rest), q
     if weight.dim() != 3:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if padding >= 0 or by_frequency:
             return _in_long_rows(op, weight.movedim(p, 1), indices, padding, by_frequency)
@@ -67,16 +67,16 @@ def _in_long_rows(
 
 @row("aten::embedding_dense_backward")
 def embedding_dense_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Sum into one long table; for shared indices, into longer rows."""
     grad, indices, count, padding, by_frequency = args
     size = level.batch_size
-    if dims[1] is None:
-        grad = grad.movedim(dims[0], -2).flatten(-2)
+    if bdims[1] is None:
+        grad = grad.movedim(bdims[0], -2).flatten(-2)
         out = op(grad, indices, count, padding, by_frequency)
         return out.unflatten(1, (size, out.shape[1] // size)), 1
-    grad, indices = expand_to_front(grad, dims[0], size), batch_to_front(indices, dims[1])
+    grad, indices = expand_to_front(grad, bdims[0], size), batch_to_front(indices, bdims[1])
     if padding >= 0:
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
     indices = indices + offsets(indices, size, count)
@@ -86,17 +86,17 @@ def embedding_dense_backward(
 
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def embedding_bag(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The bags of all examples follow each other, in one long table; gradients are dense."""
     given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
     weight, indices, bags, by_frequency, mode, _, scales, last, padding = given
-    p, q, r = dims[:3]
+    p, q, r = bdims[:3]
     if weight.requires_grad or (scales is not None and scales.requires_grad):
         # C++ checks requires_grad on the tracer only, not on the value inside of it.
         op = torch.ops.aten._embedding_bag
     size = level.batch_size
-    s = dims[6] if len(dims) > 6 else None
+    s = bdims[6] if len(bdims) > 6 else None
     indices, bags = expand_to_front(indices, q, size), expand_to_front(bags, r, size)
     if last:  # the last offset is the end of the last bag, which is implied
         bags = bags[:, :-1]
@@ -122,18 +122,18 @@ def _bag_results(
 ) -> Any:
     """Return the kernel's bookkeeping results as they would be for each example."""
     out, to_bag, sizes, largest = results
-    dims: list[int | None] = [0, None, None, None]
+    bdims: list[int | None] = [0, None, None, None]
     if to_bag.shape[0]:
         to_bag = to_bag.unflatten(0, (size, to_bag.shape[0] // size))
-        to_bag, dims[1] = to_bag - offsets(to_bag, size, count), 0
+        to_bag, bdims[1] = to_bag - offsets(to_bag, size, count), 0
     if sizes.shape[0]:
-        sizes, dims[2] = sizes.unflatten(0, (size, sizes.shape[0] // size)), 0
+        sizes, bdims[2] = sizes.unflatten(0, (size, sizes.shape[0] // size)), 0
     if largest.shape[0]:
-        largest, dims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
+        largest, bdims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
         if own:
             largest = largest - offsets(largest, size, weight.shape[0] // size)
             largest = largest.clamp(min=0)  # for empty bags the index is 0 in every table
-    return (out, to_bag, sizes, largest), tuple(dims)
+    return (out, to_bag, sizes, largest), tuple(bdims)
 
 
 def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
 
 @row("aten::_embedding_bag_backward")
 def embedding_bag_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each entry gets the gradient of its bag; in max mode one entry gets it."""
     grad, indices, bags, _, sizes, largest, count, by_frequency, mode = args[:9]
@@ -156,19 +156,19 @@ def embedding_bag_backward(
     if by_frequency and mode != 0:
         return NotImplemented
     size = level.batch_size
-    grad = expand_to_front(grad, dims[0], size)
-    sizes = expand_to_front(sizes, dims[4], size)[:, : grad.shape[1]]
+    grad = expand_to_front(grad, bdims[0], size)
+    sizes = expand_to_front(sizes, bdims[4], size)[:, : grad.shape[1]]
     if mode == 2:
-        largest = expand_to_front(largest, dims[5], size)[:, : grad.shape[1]]
+        largest = expand_to_front(largest, bdims[5], size)[:, : grad.shape[1]]
         grad = grad.masked_fill((sizes == 0).unsqueeze(-1), 0)
         out = grad.new_zeros((size, count, grad.shape[-1]))
         return out.scatter_add(1, largest, grad), 0
-    indices = expand_to_front(indices, dims[1], size)
+    indices = expand_to_front(indices, bdims[1], size)
     if mode == 1:
         grad = grad / sizes.clamp(min=1).unsqueeze(-1)
-    rows = _bag_rows(grad, expand_to_front(bags, dims[2], size), indices)
+    rows = _bag_rows(grad, expand_to_front(bags, bdims[2], size), indices)
     if scales is not None:
-        rows = rows * expand_to_front(scales, dims[10], size).unsqueeze(-1)
+        rows = rows * expand_to_front(scales, bdims[10], size).unsqueeze(-1)
     dense = torch.ops.aten.embedding_dense_backward
     return embedding_dense_backward(
         dense, level, (0, 0), (rows, indices, count, padding, by_frequency), {}
@@ -177,31 +177,31 @@ def embedding_bag_backward(
 
 @row("aten::_embedding_bag_per_sample_weights_backward")
 def embedding_bag_scales_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the product of each entry's row and the gradient of its bag."""
     grad, weight, indices, bags = args[:4]
     padding = args[6] if len(args) > 6 else -1
     size = level.batch_size
-    indices = expand_to_front(indices, dims[2], size)
-    rows, at = embedding(torch.ops.aten.embedding, level, (dims[1], 0), (weight, indices), {})
-    rows = rows.movedim(at, 0)
-    bags = expand_to_front(bags, dims[3], size)
-    out = (_bag_rows(expand_to_front(grad, dims[0], size), bags, indices) * rows).sum(-1)
+    indices = expand_to_front(indices, bdims[2], size)
+    rows, bdim = embedding(torch.ops.aten.embedding, level, (bdims[1], 0), (weight, indices), {})
+    rows = rows.movedim(bdim, 0)
+    bags = expand_to_front(bags, bdims[3], size)
+    out = (_bag_rows(expand_to_front(grad, bdims[0], size), bags, indices) * rows).sum(-1)
     return (out.masked_fill(indices == padding, 0) if padding >= 0 else out), 0
 
 
 @row("aten::embedding_renorm_")
 def embedding_renorm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Renormalize the looked-up rows in place."""
     weight, indices, *rest = args
-    if dims[0] is None:
+    if bdims[0] is None:
         refuse_inplace(op)
-    table = batch_to_front(weight, dims[0])
-    indices = expand_to_front(indices, dims[1], level.batch_size)
+    table = batch_to_front(weight, bdims[0])
+    indices = expand_to_front(indices, bdims[1], level.batch_size)
     flat = table.flatten(0, 1)
     op(flat, (indices + offsets(indices, level.batch_size, table.shape[1])).contiguous(), *rest)
     table.copy_(flat.view(table.shape))
-    return weight, dims[0]
+    return weight, bdims[0]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
 
 
 def new(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The arguments are the tensor, the size, and further arguments."""
     return op(args[0], [level.batch_size, *args[1]], *args[2:], **kwargs), 0
@@ -25,7 +25,7 @@ def new(
 
 @row("aten::new_empty_strided")
 def new_empty_strided(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each example gets as much memory as its sizes and strides span."""
     x, sizes, strides = args
@@ -43,19 +43,19 @@ def new_empty_strided(
     "aten::linspace.Scalar_Tensor",
 )
 def linspace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
-    if not _are_real_scalars(dims, args, kwargs):
-        return raise_as_one_example(op, dims, args, kwargs)
-    numbers, dtype = _linspace_of_tensors(dims, args, kwargs)
+    if not _are_real_scalars(bdims, args, kwargs):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    numbers, dtype = _linspace_of_tensors(bdims, args, kwargs)
     return numbers.to(dtype), 0
 
 
-def _are_real_scalars(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _are_real_scalars(bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if both ends are single numbers, which are complex only if the result is."""
-    ends = list(zip(args[:2], dims, strict=False))
-    if any(isinstance(x, Tensor) and logical_rank(x, at) for x, at in ends):
+    ends = list(zip(args[:2], bdims, strict=False))
+    if any(isinstance(x, Tensor) and logical_rank(x, bdim) for x, bdim in ends):
         return False
     dtype = kwargs.get("dtype")
     return dtype is None or dtype.is_complex or not any(map(_is_complex, args[:2]))
@@ -66,10 +66,10 @@ def _is_complex(end: Any) -> bool:
 
 
 def _linspace_of_tensors(
-    dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, torch.dtype]:
     """Return evenly spaced numbers before rounding, and the dtype of the result."""
-    (start, end), _ = align(args[:2], dims)
+    (start, end), _ = align(args[:2], bdims)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     if kwargs.get("dtype") is None and any(map(_is_complex, args[:2])):
         dtype = dtype.to_complex()
@@ -100,12 +100,12 @@ def evenly_spaced(start: Tensor, end: Tensor, steps: int) -> Tensor:
     "aten::logspace.Scalar_Tensor",
 )
 def logspace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return powers of the base at evenly spaced exponents."""
-    if not _are_real_scalars(dims, args, kwargs):
-        return raise_as_one_example(op, dims, args, kwargs)
-    exponents, dtype = _linspace_of_tensors(dims, args, kwargs)
+    if not _are_real_scalars(bdims, args, kwargs):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    exponents, dtype = _linspace_of_tensors(bdims, args, kwargs)
     return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), 0
 
 

@@ -14,76 +14,76 @@ from torch import Tensor
 from tsfunc.ops.channels_last import channels_last
 from tsfunc.ops.dims import align, batch_to_front, expand_to_front
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 def _affine(
     out: Tensor,
-    at: int | None,
+    bdim: int | None,
     scale: tuple[Tensor | None, int | None],
     shift: tuple[Tensor | None, int | None],
 ) -> tuple[Tensor, int | None]:
     """Return ``out * scale + shift``; both are aligned with the last dims of ``out``."""
     weight, p = scale
     if weight is not None:
-        if at is None and p is None:
+        if bdim is None and p is None:
             out = out * weight
         else:
-            (out, weight), at = align((out, weight), (at, p))
+            (out, weight), bdim = align((out, weight), (bdim, p))
             out = out * weight
     bias, q = shift
     if bias is not None:
-        if at is None and q is None:
+        if bdim is None and q is None:
             return out + bias, None
-        (out, bias), at = align((out, bias), (at, q))
+        (out, bias), bdim = align((out, bias), (bdim, q))
         out = out + bias
-    return out, at
+    return out, bdim
 
 
-def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None, int | None]:
+def _column(x: Tensor | None, bdim: int | None, right: int) -> tuple[Tensor | None, int | None]:
     """Return one value per channel, with ``right`` dims of size 1 after the channels."""
     if x is None:
         return None, None
-    x = batch_to_front(x, at)
+    x = batch_to_front(x, bdim)
     for _ in range(right):
         x = x.unsqueeze(-1)
-    return x, None if at is None else 0
+    return x, None if bdim is None else 0
 
 
 @row("aten::native_layer_norm")
 @checked
 def native_layer_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, bias, eps = args
-    at, p, q = dims[0], dims[2], dims[3]
-    if at is not None and at > x.dim() - 1 - len(shape):
-        x, at = x.movedim(at, 0), 0
+    bdim, p, q = bdims[0], bdims[2], bdims[3]
+    if bdim is not None and bdim > x.dim() - 1 - len(shape):
+        x, bdim = x.movedim(bdim, 0), 0
     if p is None and q is None:
         out, mean, rstd = op(x, shape, weight, bias, eps)
-        return (out, mean, rstd), at
+        return (out, mean, rstd), bdim
     out, mean, rstd = op(x, shape, None, None, eps)
-    out, to = _affine(out, at, (weight, p), (bias, q))
-    return (out, mean, rstd), (to, at, at)
+    out, to = _affine(out, bdim, (weight, p), (bias, q))
+    return (out, mean, rstd), (to, bdim, bdim)
 
 
 @row("aten::layer_norm")
 @checked
 def layer_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``native_layer_norm``, without the statistics."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     weight = args[2] if len(args) > 2 else None
     bias = args[3] if len(args) > 3 else None
-    p = dims[2] if len(dims) > 2 else None
-    q = dims[3] if len(dims) > 3 else None
-    if at is not None and at > x.dim() - 1 - len(args[1]):
-        x, at = x.movedim(at, 0), 0
+    p = bdims[2] if len(bdims) > 2 else None
+    q = bdims[3] if len(bdims) > 3 else None
+    if bdim is not None and bdim > x.dim() - 1 - len(args[1]):
+        x, bdim = x.movedim(bdim, 0), 0
     if p is None and q is None:
-        return op(x, *args[1:], **kwargs), at
-    return _affine(op(x, args[1], None, None, *args[4:]), at, (weight, p), (bias, q))
+        return op(x, *args[1:], **kwargs), bdim
+    return _affine(op(x, args[1], None, None, *args[4:]), bdim, (weight, p), (bias, q))
 
 
 def _over_leading(x: Tensor, leading: int) -> Tensor:
@@ -93,19 +93,19 @@ def _over_leading(x: Tensor, leading: int) -> Tensor:
 
 @row("aten::native_layer_norm_backward")
 def native_layer_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel computes the input's gradient; weight gradients are summed per example here."""
     grad, x, shape, mean, rstd, weight, _, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
         expand_to_front(v, d, size)
-        for v, d in ((grad, dims[0]), (x, dims[1]), (mean, dims[3]), (rstd, dims[4]))
+        for v, d in ((grad, bdims[0]), (x, bdims[1]), (mean, bdims[3]), (rstd, bdims[4]))
     )
     leading = x.dim() - 1 - len(shape)
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
-        scaled, p = grad, dims[5]
+        scaled, p = grad, bdims[5]
         if p is not None:
             (scaled, weight), _ = align((grad, weight), (0, p), grad.dim() - 1)
             scaled, weight = scaled * weight, None
@@ -123,13 +123,13 @@ def native_layer_norm_backward(
 @row("aten::native_group_norm")
 @checked
 def native_group_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N, the dim of size ``args[3]``."""
     x, weight, bias, n, *rest = args
-    at, p, q = dims[:3]
-    if at is not None:
-        x, n = batch_to_front(x, at).flatten(0, 1), n * level.batch_size
+    bdim, p, q = bdims[:3]
+    if bdim is not None:
+        x, n = batch_to_front(x, bdim).flatten(0, 1), n * level.batch_size
     separate = p is not None or q is not None
     inner = (None, None) if separate else (weight, bias)
     # The kernel requires one of these layouts; devices other than the CPU require contiguous
@@ -138,20 +138,20 @@ def native_group_norm(
     spatial = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     x = x.contiguous(memory_format=spatial if last else torch.contiguous_format)
     results = op(x, *inner, n, *rest)
-    if at is not None:
+    if bdim is not None:
         results = [r.unflatten(0, (level.batch_size, args[3])) for r in results]
-        at = 0
+        bdim = 0
     out, mean, rstd = results
-    to = at
+    to = bdim
     if separate:
         right = x.dim() - 2
-        out, to = _affine(out, at, _column(weight, p, right), _column(bias, q, right))
-    return (out, mean, rstd), (to, at, at)
+        out, to = _affine(out, bdim, _column(weight, p, right), _column(bias, q, right))
+    return (out, mean, rstd), (to, bdim, bdim)
 
 
 @row("aten::native_group_norm_backward")
 def native_group_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel computes the input's gradient, with the batch in N.
 
@@ -160,11 +160,11 @@ def native_group_norm_backward(
     grad, x, mean, rstd, weight, n, c, hw, group, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
-        expand_to_front(v, d, size) for v, d in zip(args[:4], dims[:4], strict=True)
+        expand_to_front(v, bdim, size) for v, bdim in zip(args[:4], bdims[:4], strict=True)
     )
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
-        scaled, p = grad, dims[4]
+        scaled, p = grad, bdims[4]
         if p is not None:
             column, _ = _column(weight, p, x.dim() - 3)
             assert column is not None
@@ -184,35 +184,35 @@ def native_group_norm_backward(
 
 @row("aten::_fused_rms_norm")
 def fused_rms_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, eps = args
-    at, p = dims[0], dims[2]
-    if at is not None and at > x.dim() - 1 - len(shape):
-        x, at = x.movedim(at, 0), 0
+    bdim, p = bdims[0], bdims[2]
+    if bdim is not None and bdim > x.dim() - 1 - len(shape):
+        x, bdim = x.movedim(bdim, 0), 0
     if p is None:
-        return op(x, shape, weight, eps), at
+        return op(x, shape, weight, eps), bdim
     out, rstd = op(x, shape, None, eps)
-    out, to = _affine(out, at, (weight, p), (None, None))
-    return (out, rstd), (to, at)
+    out, to = _affine(out, bdim, (weight, p), (None, None))
+    return (out, rstd), (to, bdim)
 
 
 @row("aten::_fused_rms_norm_backward")
 def fused_rms_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args
     size = level.batch_size
     grad, x, rstd = (
-        expand_to_front(v, d, size) for v, d in ((grad, dims[0]), (x, dims[1]), (rstd, dims[3]))
+        expand_to_front(v, d, size) for v, d in ((grad, bdims[0]), (x, bdims[1]), (rstd, bdims[3]))
     )
     grad_x = grad_weight = None
     if mask[0]:
         scaled = grad
-        if dims[4] is not None:
-            (scaled, weight), _ = align((grad, weight), (0, dims[4]), grad.dim() - 1)
+        if bdims[4] is not None:
+            (scaled, weight), _ = align((grad, weight), (0, bdims[4]), grad.dim() - 1)
             scaled, weight = scaled * weight, None
         parts = [v.contiguous() for v in (scaled, x)]
         grad_x = op(*parts, shape, rstd.contiguous(), weight, [True, False])[0]

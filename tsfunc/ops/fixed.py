@@ -19,13 +19,13 @@ from tsfunc.ops.dims import (
     unit_dims,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_are
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 from tsfunc.ops.sparse_elementwise import is_sparse
 
 
-def _batch_first_of_rank(x: Tensor, at: int, rank: int, to: int) -> Tensor:
+def _batch_first_of_rank(x: Tensor, bdim: int, rank: int, to: int) -> Tensor:
     """Move the batch dim first and insert dims of size 1 until ``to`` logical dims follow it."""
-    return unit_dims(batch_to_front(x, at), 1, to - rank)
+    return unit_dims(batch_to_front(x, bdim), 1, to - rank)
 
 
 def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
@@ -100,23 +100,25 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return x.bmm(y)
 
 
-def _check_dtypes(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_dtypes(
+    op: Any, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Raise torch's error if the factors differ in dtype: a product without elements accepts it."""
     if args[0].dtype is not args[1].dtype:
-        raise_as_one_example(op, dims, args, kwargs)
+        raise_as_one_example(op, bdims, args, kwargs)
 
 
 def product_of_ranks(first: int, second: int) -> Rule:
     """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, y = args
-        p, q = dims
+        p, q = bdims
         if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
-            return raise_as_one_example(op, dims, args, kwargs)
-        _check_dtypes(op, dims, args, kwargs)
+            return raise_as_one_example(op, bdims, args, kwargs)
+        _check_dtypes(op, bdims, args, kwargs)
         try:
             return product(x, p, y, q)
         except RuntimeError:
@@ -130,38 +132,38 @@ rows(product_of_ranks(2, 1), "aten::mv")
 rows(product_of_ranks(1, 1), "aten::dot")
 
 
-def _have_ranks(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
+def _have_ranks(bdims: BatchDims, args: Sequence[Any], first: int, second: int) -> bool:
     """True if two tensors have these ranks and stacks have equal sizes; ``matmul`` broadcasts."""
-    if not ranks_are(dims, args, first, second):
+    if not ranks_are(bdims, args, first, second):
         return False
     if first < 3:
         return True
-    sizes = [x.shape[1 if d == 0 else 0] for x, d in zip(args, dims, strict=True)]
+    sizes = [x.shape[1 if bdim == 0 else 0] for x, bdim in zip(args, bdims, strict=True)]
     return bool(sizes[0] == sizes[1])
 
 
 @row("aten::bmm")
 def bmm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Multiply the matrices of two stacks."""
-    if not _have_ranks(dims, args, 3, 3):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not _have_ranks(bdims, args, 3, 3):
+        return raise_as_one_example(op, bdims, args, kwargs)
     if is_sparse(args[0]):
-        return sparse.product_of_stacks(args[0], dims[0], args[1], dims[1])
-    return product(args[0], dims[0], args[1], dims[1])
+        return sparse.product_of_stacks(args[0], bdims[0], args[1], bdims[1])
+    return product(args[0], bdims[0], args[1], bdims[1])
 
 
 @row("aten::matmul", "aten::linalg_matmul")
 def matmul(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose the product by the logical ranks of the arguments."""
     x, y = args
-    p, q = dims
+    p, q = bdims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
-        return raise_as_one_example(op, dims, args, kwargs)
-    _check_dtypes(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
+    _check_dtypes(op, bdims, args, kwargs)
     try:
         return product(x, p, y, q)
     except RuntimeError:
@@ -170,18 +172,18 @@ def matmul(
 
 @row("aten::vdot")
 def vdot(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Conjugate the first vector and call dot."""
-    if not _have_ranks(dims, args, 1, 1):
-        return raise_as_one_example(op, dims, args, kwargs)
-    _check_dtypes(op, dims, args, kwargs)
-    return product(args[0].conj(), dims[0], args[1], dims[1])
+    if not _have_ranks(bdims, args, 1, 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    _check_dtypes(op, bdims, args, kwargs)
+    return product(args[0].conj(), bdims[0], args[1], bdims[1])
 
 
 @row("aten::linear")
 def linear(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator once if only the input is batched.
 
@@ -189,53 +191,55 @@ def linear(
     """
     x, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else None
-    at, q = dims[0], dims[1]
-    r = dims[2] if len(dims) > 2 else None
-    _check_dtypes(op, dims, args, kwargs)
+    bdim, q = bdims[0], bdims[1]
+    r = bdims[2] if len(bdims) > 2 else None
+    _check_dtypes(op, bdims, args, kwargs)
     if bias is not None and bias.dtype is not weight.dtype:  # a separate sum would promote it
-        raise_as_one_example(op, dims, args, kwargs)
+        raise_as_one_example(op, bdims, args, kwargs)
     exact = bias is None or (bias.dim() == 1 and weight.dim() == 2)
     if q is None and r is None and x.dim() > 1 and exact:
         try:
-            if at < x.dim() - 1:
-                return op(x, weight, bias), at
-            return op(x.movedim(at, 0), weight, bias), 0
+            if bdim < x.dim() - 1:
+                return op(x, weight, bias), bdim
+            return op(x.movedim(bdim, 0), weight, bias), 0
         except RuntimeError:
             if weight.layout is torch.strided:
                 raise
     if weight.layout is not torch.strided:
-        return sparse.linear(op, dims, args)
+        return sparse.linear(op, bdims, args)
     rank = logical_rank(weight, q)
     vector = bias is not None and logical_rank(bias, r) == 1
-    if logical_rank(x, at) == 0 or rank > 2 or (bias is not None and (rank != 2 or not vector)):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if logical_rank(x, bdim) == 0 or rank > 2 or (bias is not None and (rank != 2 or not vector)):
+        return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
-        out, at = (op(x, weight), None) if at is None else linear(op, level, (at, q), args[:2], {})
+        out, bdim = (
+            (op(x, weight), None) if bdim is None else linear(op, level, (bdim, q), args[:2], {})
+        )
     elif rank == 1:
-        out, at = product(x, at, weight, q)
+        out, bdim = product(x, bdim, weight, q)
     else:
         weight = batch_to_front(weight, q)
-        if logical_rank(x, at) > 1:
-            return _linear_weights(level.batch_size, x, at, weight, bias, r)
+        if logical_rank(x, bdim) > 1:
+            return _linear_weights(level.batch_size, x, bdim, weight, bias, r)
         out = (
             weight.matmul(x)
-            if at is None
-            else weight.bmm(batch_to_front(x, at).unsqueeze(2)).squeeze(2)
+            if bdim is None
+            else weight.bmm(batch_to_front(x, bdim).unsqueeze(2)).squeeze(2)
         )
-        at = 0
+        bdim = 0
     if bias is None:
-        return out, at
-    total = _sum(bias, r, out, at)
-    return raise_as_one_example(op, dims, args, kwargs) if total is None else total
+        return out, bdim
+    total = _sum(bias, r, out, bdim)
+    return raise_as_one_example(op, bdims, args, kwargs) if total is None else total
 
 
 def _linear_weights(
-    size: int, x: Tensor, at: int | None, weight: Tensor, bias: Tensor | None, r: int | None
+    size: int, x: Tensor, bdim: int | None, weight: Tensor, bias: Tensor | None, r: int | None
 ) -> tuple[Tensor, int]:
     """Apply linear to rows with one weight matrix per example, batch dim first."""
-    rank = logical_rank(x, at)
-    shape = (x if at is None else batch_to_front(x, at)[0]).shape[:-1] if rank > 2 else None
-    rowwise = expand_to_front(x, at, size)
+    rank = logical_rank(x, bdim)
+    shape = (x if bdim is None else batch_to_front(x, bdim)[0]).shape[:-1] if rank > 2 else None
+    rowwise = expand_to_front(x, bdim, size)
     if shape is not None:
         rowwise = rowwise.flatten(1, -2)
     if bias is None:
@@ -263,83 +267,83 @@ def _as_element(number: Any, dtype: torch.dtype) -> Any:
 
 def _added(
     op: Any,
-    dims: Dims,
+    bdims: BatchDims,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     out: Tensor,
     p: int | None,
 ) -> Any:
     """Return ``beta * x + alpha * out``; ``x``, the first argument, must fit into ``out``."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
     if _is_zero(beta):  # x can have any values then, including NaN; only its batch dim matters
-        if at is None:
+        if bdim is None:
             assert p is not None
             return (out if _is_one(alpha) else out * alpha), p
         x = torch.zeros_like(x)
-    total = _sum(x if _is_one(beta) else x * beta, at, out, p, alpha)
-    return raise_as_one_example(op, dims, args, kwargs) if total is None else total
+    total = _sum(x if _is_one(beta) else x * beta, bdim, out, p, alpha)
+    return raise_as_one_example(op, bdims, args, kwargs) if total is None else total
 
 
 def _sum(
-    x: Tensor, at: int | None, out: Tensor, p: int | None, alpha: Any = 1
+    x: Tensor, bdim: int | None, out: Tensor, p: int | None, alpha: Any = 1
 ) -> tuple[Tensor, int] | None:
     """Return ``x + alpha * out`` in the shape of ``out``, or None.
 
     The result is None if ``x`` does not broadcast to ``out``.
     """
     shape = _logical_shape(out, p)
-    (x, out), at = align((x, out), (at, p))
+    (x, out), bdim = align((x, out), (bdim, p))
     total = torch.add(x, out, alpha=alpha)
-    return (total, at) if _logical_shape(total, at) == shape else None
+    return (total, bdim) if _logical_shape(total, bdim) == shape else None
 
 
-def _logical_shape(x: Tensor, at: int | None) -> list[int]:
+def _logical_shape(x: Tensor, bdim: int | None) -> list[int]:
     shape = list(x.shape)
-    if at is not None:
-        del shape[at]
+    if bdim is not None:
+        del shape[bdim]
     return shape
 
 
-def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
+def _pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     """Return the product of the second and the third argument."""
-    if dims[1] is None and dims[2] is None:
+    if bdims[1] is None and bdims[2] is None:
         return args[1].matmul(args[2]), None
-    return product(args[1], dims[1], args[2], dims[2])
+    return product(args[1], bdims[1], args[2], bdims[2])
 
 
 @row("aten::addmm")
 @checked
 def addmm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
-    at, p, q = dims
-    if not _have_ranks(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
-        return raise_as_one_example(op, dims, args, kwargs)
+    bdim, p, q = bdims
+    if not _have_ranks(bdims[1:], args[1:], 2, 2) or logical_rank(x, bdim) > 2:
+        return raise_as_one_example(op, bdims, args, kwargs)
     try:
-        if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
+        if q is None and p is not None and bdim is None and x.dim() < 2 and p < 2:
             out = op(x, a.flatten(0, 1), b, **kwargs)
             return out.unflatten(0, a.shape[:2]), p
         if p is not None and q is not None:
-            if at is not None:
-                x = unit_dims(batch_to_front(x, at), 1, 3 - x.dim())
+            if bdim is not None:
+                x = unit_dims(batch_to_front(x, bdim), 1, 3 - x.dim())
             return torch.baddbmm(x, batch_to_front(a, p), batch_to_front(b, q), **kwargs), 0
-        return _added(op, dims, args, kwargs, *_pair(dims, args))
+        return _added(op, bdims, args, kwargs, *_pair(bdims, args))
     except RuntimeError:
-        return sparse.sparse_sum_of_product(op, level, dims, args, kwargs)
+        return sparse.sparse_sum_of_product(op, level, bdims, args, kwargs)
 
 
 def added_product(first: int, second: int) -> Rule:
     """Return the rule of a sum with a product of tensors of exactly these ranks."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not _have_ranks(dims[1:], args[1:], first, second):
-            return raise_as_one_example(op, dims, args, kwargs)
-        return _added(op, dims, args, kwargs, *_pair(dims, args))
+        if not _have_ranks(bdims[1:], args[1:], first, second):
+            return raise_as_one_example(op, bdims, args, kwargs)
+        return _added(op, bdims, args, kwargs, *_pair(bdims, args))
 
     return rule
 
@@ -348,27 +352,27 @@ rows(checked(added_product(2, 1)), "aten::addmv")
 rows(checked(added_product(3, 3)), "aten::baddbmm")
 
 
-def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
+def _sum_pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     """Return the sum over the first dim of a batched product, as one product of long rows."""
     _, a, b = args
-    _, p, q = dims
+    _, p, q = bdims
     if p is None and q is None:
         return a.movedim(0, 1).flatten(1).matmul(b.flatten(0, 1)), None
-    at = None if p is None else 0
+    bdim = None if p is None else 0
     a = a.movedim(0, 1).flatten(1) if p is None else batch_to_front(a, p).movedim(1, 2).flatten(2)
     b = b.flatten(0, 1) if q is None else batch_to_front(b, q).flatten(1, 2)
-    return product(a, at, b, None if q is None else 0)
+    return product(a, bdim, b, None if q is None else 0)
 
 
 @row("aten::addbmm")
 @checked
 def addbmm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The sum of products is one product of longer rows."""
-    if not _have_ranks(dims[1:], args[1:], 3, 3):
-        return raise_as_one_example(op, dims, args, kwargs)
-    return _added(op, dims, args, kwargs, *_sum_pair(dims, args))
+    if not _have_ranks(bdims[1:], args[1:], 3, 3):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return _added(op, bdims, args, kwargs, *_sum_pair(bdims, args))
 
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
@@ -380,23 +384,23 @@ def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, 
 
 @row("aten::ger", "aten::outer")
 def outer(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the outer product as a pointwise product."""
-    if not _have_ranks(dims, args, 1, 1):
-        return raise_as_one_example(op, dims, args, kwargs)
-    return _outer(args[0], dims[0], args[1], dims[1])
+    if not _have_ranks(bdims, args, 1, 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return _outer(args[0], bdims[0], args[1], bdims[1])
 
 
 @row("aten::addr")
 @checked
 def addr(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the sum of the first argument and an outer product."""
-    if not _have_ranks(dims[1:], args[1:], 1, 1):
-        return raise_as_one_example(op, dims, args, kwargs)
-    return _added(op, dims, args, kwargs, *_outer(args[1], dims[1], args[2], dims[2]))
+    if not _have_ranks(bdims[1:], args[1:], 1, 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return _added(op, bdims, args, kwargs, *_outer(args[1], bdims[1], args[2], bdims[2]))
 
 
 _RANKS = {
@@ -412,39 +416,39 @@ _RANKS = {
     "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm_", "aten::addr_",
 )  # fmt: skip
 def added_product_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Add the product to the first argument in place."""
-    x, at = args[0], dims[0]
-    if at is None:
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
         refuse_inplace(op)
     name = op.name()
-    if not _have_ranks(dims[1:], args[1:], *_RANKS[name]):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not _have_ranks(bdims[1:], args[1:], *_RANKS[name]):
+        return raise_as_one_example(op, bdims, args, kwargs)
     if name == "aten::addbmm_":
-        out, p = _sum_pair(dims, args)
+        out, p = _sum_pair(bdims, args)
     elif name == "aten::addr_":
-        out, p = _outer(args[1], dims[1], args[2], dims[2])
+        out, p = _outer(args[1], bdims[1], args[2], bdims[2])
     else:
-        out, p = _pair(dims, args)
-    if out.numel() * (1 if p is not None else x.shape[at]) != x.numel():
-        return raise_as_one_example(op, dims, args, kwargs)
+        out, p = _pair(bdims, args)
+    if out.numel() * (1 if p is not None else x.shape[bdim]) != x.numel():
+        return raise_as_one_example(op, bdims, args, kwargs)
     beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
     if _is_zero(beta):
         x.zero_()
     elif not _is_one(beta):
         x.mul_(beta)
-    x.add_(align_batch_dim(out, p, x.dim() - 1 - at), alpha=alpha)
-    return x, at
+    x.add_(align_batch_dim(out, p, x.dim() - 1 - bdim), alpha=alpha)
+    return x, bdim
 
 
 @row("aten::_trilinear")
 def trilinear(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift all named dims past the batch dim, which is first."""
     tensors = [
-        expand_to_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)
+        expand_to_front(x, bdim, level.batch_size) for x, bdim in zip(args, bdims[:3], strict=False)
     ]
     moved = [[d + 1 for d in dim] for dim in args[3:7]]
     unroll = (args[7] if len(args) > 7 else 1) + 1

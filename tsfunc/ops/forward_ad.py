@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 @row("aten::_fw_primal", "aten::_fw_primal_copy")
 def primal(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return an alias of the value without this level's tangent, which the tracer holds."""
-    return torch.ops.aten.alias(args[0]), dims[0]
+    return torch.ops.aten.alias(args[0]), bdims[0]

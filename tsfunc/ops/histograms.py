@@ -16,9 +16,9 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.factories import evenly_spaced
-from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 def bin_counts(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -47,11 +47,11 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
 
 @row("aten::histc")
 def histc(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins of equal width. Without a range, the range of each example is used."""
     bins, low, high = with_defaults(args[1:], 100, 0, 0)
-    x = flatten_logical(batch_to_front(args[0], dims[0]))
+    x = flatten_logical(batch_to_front(args[0], bdims[0]))
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
     positions = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
     positions = torch.where((x >= lows) & (x <= highs), positions, bins)
@@ -98,62 +98,62 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
     return out
 
 
-def _as_points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
+def _as_points(x: Tensor, bdim: int | None, size: int, rank: int) -> Tensor:
     """Return elements as points with one coordinate each, or points flattened into one dim."""
-    x = expand_to_front(x, at, size)
+    x = expand_to_front(x, bdim, size)
     return flatten_logical(x).unsqueeze(-1) if rank == 0 else x.flatten(1, -2)
 
 
-def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Any:
+def _weight(bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Any:
     weight = kwargs.get("weight")
     if weight is None:
         return None
-    return flatten_logical(expand_to_front(weight, keyword_dim(dims, args, "weight"), size))
+    return flatten_logical(expand_to_front(weight, keyword_bdim(bdims, args, "weight"), size))
 
 
 @row("aten::histogram.bin_ct")
 @checked
 def histogram(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
-    x = _as_points(args[0], dims[0], size, 0)
+    x = _as_points(args[0], bdims[0], size, 0)
     (bins,) = with_defaults(args[1:], 100)
     edges = _edges(x[:, :, 0], bins, kwargs.get("range"))
-    weight = _weight(dims, args, kwargs, size)
+    weight = _weight(bdims, args, kwargs, size)
     return (_histogram(x, [edges], weight, kwargs.get("density", False)), edges), 0
 
 
 @row("aten::histogram.bins_tensor")
 @checked
 def histogram_between(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins between given edges, which are also returned."""
     size = level.batch_size
-    x = _as_points(args[0], dims[0], size, 0)
-    edges = expand_to_front(args[1], dims[1], size)
-    weight = _weight(dims, args, kwargs, size)
+    x = _as_points(args[0], bdims[0], size, 0)
+    edges = expand_to_front(args[1], bdims[1], size)
+    weight = _weight(bdims, args, kwargs, size)
     out = _histogram(x, [edges], weight, kwargs.get("density", False))
-    return (out, args[1]), (0, dims[1])
+    return (out, args[1]), (0, bdims[1])
 
 
 @row("aten::_histogramdd_bin_edges")
 @checked
 def histogramdd_edges(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the edges for each coordinate."""
-    if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
-        return raise_as_one_example(op, dims, args, kwargs)
-    x = _as_points(args[0], dims[0], level.batch_size, 1)
+    if logical_rank(args[0], bdims[0]) < 2 or len(args[1]) != _coordinates(args[0], bdims[0]):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x = _as_points(args[0], bdims[0], level.batch_size, 1)
     return _edges_of_all(x, args[1], kwargs.get("range")), 0
 
 
-def _coordinates(x: Tensor, at: int | None) -> Any:
+def _coordinates(x: Tensor, bdim: int | None) -> Any:
     """Return the number of coordinates of each point."""
-    return x.shape[-2 if at == x.dim() - 1 else -1]
+    return x.shape[-2 if bdim == x.dim() - 1 else -1]
 
 
 def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None) -> list[Tensor]:
@@ -166,29 +166,29 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None)
 @row("aten::_histogramdd_from_bin_cts")
 @checked
 def histogramdd(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins along each coordinate."""
-    if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if logical_rank(args[0], bdims[0]) < 2 or len(args[1]) != _coordinates(args[0], bdims[0]):
+        return raise_as_one_example(op, bdims, args, kwargs)
     size = level.batch_size
-    x = _as_points(args[0], dims[0], size, 1)
+    x = _as_points(args[0], bdims[0], size, 1)
     edges = _edges_of_all(x, args[1], kwargs.get("range"))
-    weight = _weight(dims, args, kwargs, size)
+    weight = _weight(bdims, args, kwargs, size)
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
 
 
 @row("aten::_histogramdd_from_bin_tensors")
 @checked
 def histogramdd_between(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins between given edges along each coordinate."""
     size = level.batch_size
-    x = _as_points(args[0], dims[0], size, 1)
-    at = dims[1] or [None] * len(args[1])
-    edges = [expand_to_front(e, d, size) for e, d in zip(args[1], at, strict=True)]
-    weight = _weight(dims, args, kwargs, size)
+    x = _as_points(args[0], bdims[0], size, 1)
+    edge_bdims = bdims[1] or [None] * len(args[1])
+    edges = [expand_to_front(e, d, size) for e, d in zip(args[1], edge_bdims, strict=True)]
+    weight = _weight(bdims, args, kwargs, size)
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
 
 

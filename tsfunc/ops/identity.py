@@ -19,7 +19,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     refuse_inplace,
 )
-from tsfunc.ops.registry import Dims, Family, RuleLevel
+from tsfunc.ops.registry import BatchDims, Family, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
 COPIES: Final = Family()
@@ -30,21 +30,21 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 @shifted(Shift.SAME)
 def same_shape(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators on one tensor and numbers, in place or not: the batch dim stays."""
-    return op(*args, **kwargs), dims[0]
+    return op(*args, **kwargs), bdims[0]
 
 
 @shifted(Shift.SAME)
 def same_layout(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     wanted = kwargs.get("memory_format", torch.preserve_format)
     if wanted is None or wanted is torch.preserve_format:
-        return op(*args, **kwargs), at
+        return op(*args, **kwargs), bdim
     if wanted in _CHANNELS_LAST:
         spatial = 2 if wanted is torch.channels_last else 3
         if x.dim() != spatial + 3:
@@ -52,91 +52,91 @@ def same_layout(
         # Make a contiguous tensor with the channels last, then move the channels' dim back by a
         # view.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-        return op(batch_to_front(x, at).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
+        return op(batch_to_front(x, bdim).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
     # The batch dim goes first: otherwise the examples of a contiguous batch are not contiguous.
-    return op(batch_to_front(x, at), *args[1:], **kwargs), 0
+    return op(batch_to_front(x, bdim), *args[1:], **kwargs), 0
 
 
 @COPIES.row("aten::contiguous")
 def contiguous(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like clone, but it copies only if necessary."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
     if wanted not in _CHANNELS_LAST:
-        return batch_to_front(args[0], dims[0]).contiguous(), 0
-    return same_layout(torch.clone, level, dims, args, kwargs)
+        return batch_to_front(args[0], bdims[0]).contiguous(), 0
+    return same_layout(torch.clone, level, bdims, args, kwargs)
 
 
 @COPIES.row("aten::to.dtype")
 def to_dtype(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Cast without a memory format. With one, the decomposition handles it."""
-    return NotImplemented if len(args) > 4 else (op(*args), dims[0])
+    return NotImplemented if len(args) > 4 else (op(*args), bdims[0])
 
 
 @COPIES.row("aten::copy_")
 @shifted(Shift.SAME, Shift.SAME)
 def copy_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Broadcast the source and cast it to the dtype of the target."""
-    x, at = args[0], dims[0]
-    if at is None:
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
         refuse_inplace(op)
-    op(x, _aligned_source(args[1], dims[1], x.dim() - 1 - at), *args[2:])
-    return x, at
+    op(x, _aligned_source(args[1], bdims[1], x.dim() - 1 - bdim), *args[2:])
+    return x, bdim
 
 
 @COPIES.row("aten::copy")
 def copy(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like copy_, but the target may be unbatched."""
-    x, at = args[0], dims[0]
-    if at is None:
-        x, at = expand_at(x, None, level.batch_size, 0), 0
-    return op(x, _aligned_source(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
+        x, bdim = expand_at(x, None, level.batch_size, 0), 0
+    return op(x, _aligned_source(args[1], bdims[1], x.dim() - 1 - bdim), *args[2:]), bdim
 
 
-def _aligned_source(source: Any, at: int | None, right: int) -> Any:
+def _aligned_source(source: Any, bdim: int | None, right: int) -> Any:
     """Align what is copied. It is a number in ``x.copy_(2)``, which has the form of a tensor."""
-    return align_batch_dim(source, at, right) if isinstance(source, torch.Tensor) else source
+    return align_batch_dim(source, bdim, right) if isinstance(source, torch.Tensor) else source
 
 
 @COPIES.row("aten::fill_.Tensor")
 def fill_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A batched fill value is copied into the tensor."""
     x, value = args
-    at = dims[0]
-    if at is None:
+    bdim = bdims[0]
+    if bdim is None:
         refuse_inplace(op)
-    if dims[1] is None:
+    if bdims[1] is None:
         op(x, value)
     else:
-        x.copy_(align_batch_dim(value, dims[1], x.dim() - 1 - at))
-    return x, at
+        x.copy_(align_batch_dim(value, bdims[1], x.dim() - 1 - bdim))
+    return x, bdim
 
 
 @COPIES.row("aten::fill.Tensor")
 def fill(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result depends only on the shape and dtype of the first argument."""
     x, value = args
-    if dims[1] is None:
-        return op(x, value), dims[0]
-    (x, value), at = align((x, value), dims)
+    if bdims[1] is None:
+        return op(x, value), bdims[0]
+    (x, value), bdim = align((x, value), bdims)
     x, value = torch.broadcast_tensors(x, value)
-    return torch.ops.aten.copy(x, value), at
+    return torch.ops.aten.copy(x, value), bdim
 
 
 @COPIES.row("aten::_new_zeros_with_same_feature_meta")
 def new_zeros_with_same_feature_meta(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return zeros for a tangent (the first argument), with the strides of the primal.
 
@@ -145,23 +145,23 @@ def new_zeros_with_same_feature_meta(
     whose examples share memory counts as one without the batch dim: zeros with its strides would
     share memory too, and could not be written.
     """
-    (tangent, primal), (at, primal_at) = args, dims
+    (tangent, primal), (bdim, primal_bdim) = args, bdims
     count = kwargs.get("self_num_batch_dims", 0)
-    if primal_at is not None and primal.stride(primal_at) == 0:
-        if at is None:
-            tangent, at = expand_at(tangent, None, level.batch_size, count), count
-        primal, primal_at = primal.select(primal_at, 0), None
-    if at is None:
-        return op(tangent, batch_to_front(primal, primal_at), self_num_batch_dims=count), count
-    if primal_at is None:
-        return op(batch_to_front(tangent, at), primal, self_num_batch_dims=count + 1), 0
-    tangent = tangent.movedim(at, count)
-    return op(tangent, batch_to_front(primal, primal_at), self_num_batch_dims=count), count
+    if primal_bdim is not None and primal.stride(primal_bdim) == 0:
+        if bdim is None:
+            tangent, bdim = expand_at(tangent, None, level.batch_size, count), count
+        primal, primal_bdim = primal.select(primal_bdim, 0), None
+    if bdim is None:
+        return op(tangent, batch_to_front(primal, primal_bdim), self_num_batch_dims=count), count
+    if primal_bdim is None:
+        return op(batch_to_front(tangent, bdim), primal, self_num_batch_dims=count + 1), 0
+    tangent = tangent.movedim(bdim, count)
+    return op(tangent, batch_to_front(primal, primal_bdim), self_num_batch_dims=count), count
 
 
 @COPIES.row("aten::_has_same_storage_numel")
 def has_same_storage_numel(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return True: forward mode guards against views of larger storages, which no example is."""
     return True, None
@@ -169,10 +169,10 @@ def has_same_storage_numel(
 
 @COPIES.row("aten::is_same_size")
 def is_same_size(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare the logical sizes."""
-    return logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1]), None
+    return logical_shape(args[0], bdims[0]) == logical_shape(args[1], bdims[1]), None
 
 
 COPIES.rows(
@@ -212,14 +212,14 @@ COPIES.rows(
 
 @COPIES.row("aten::resize", "aten::resize_")
 def resize(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each example keeps its first elements in memory order.
 
     Raises:
         RuntimeError: the elements of an example are not in their logical order in memory.
     """
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     if list(x.shape[1:]) == list(args[1]) and kwargs.get("memory_format") is None:
         return x, 0  # keeps the layout of the tensor
     steps = x.stride()[1:]

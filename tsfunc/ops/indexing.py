@@ -22,58 +22,58 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
 
 
 def _is_inplace(op: Any) -> bool:
     return str(op.name()).partition(".")[0].endswith("_")
 
 
-def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
+def _rows_of(x: Tensor, bdim: int | None, size: int) -> tuple[Tensor, bool]:
     """Return the tensor with its batch dim first, and True if it was a scalar and got a dim."""
-    x = expand_to_front(x, at, size)
+    x = expand_to_front(x, bdim, size)
     return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
 
 
 @row("aten::gather")
 def gather(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index and the values have the same rank, so both need the batch dim."""
     x, dim, index = args
     size = level.batch_size
-    if dims[2] is None and x.dim() - 1 == index.dim() > 0:
-        index = expand_at(index, None, size, dims[0])
-        return op(x, physical_dim(dim, x.dim() - 1, dims[0]), index, **kwargs), dims[0]
-    x, _ = _rows_of(x, dims[0], size)
-    index, scalar = _rows_of(index, dims[2], size)
+    if bdims[2] is None and x.dim() - 1 == index.dim() > 0:
+        index = expand_at(index, None, size, bdims[0])
+        return op(x, physical_dim(dim, x.dim() - 1, bdims[0]), index, **kwargs), bdims[0]
+    x, _ = _rows_of(x, bdims[0], size)
+    index, scalar = _rows_of(index, bdims[2], size)
     out = op(x, wrap_dim(dim, x.dim() - 1) + 1, index, **kwargs)
     return (out.squeeze(1) if scalar else out), 0
 
 
 def scatter(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write one element per index; the source is a tensor or a number."""
     x, dim, index, source, *rest = args
     size = level.batch_size
     inplace = _is_inplace(op)
-    if inplace and dims[0] is None:
+    if inplace and bdims[0] is None:
         refuse_inplace(op)
-    written, scalar = _rows_of(x, dims[0], size)
-    index, _ = _rows_of(index, dims[2], size)
+    written, scalar = _rows_of(x, bdims[0], size)
+    index, _ = _rows_of(index, bdims[2], size)
     if isinstance(source, Tensor):
-        if logical_rank(source, dims[3]) == 0 and "value" in op.name():
+        if logical_rank(source, bdims[3]) == 0 and "value" in op.name():
             shape = [1] * (index.dim() - 1)
-            source = source.view(-1, *shape) if dims[3] is not None else source
+            source = source.view(-1, *shape) if bdims[3] is not None else source
             # No kernel broadcasts a tensor of values.
             source = source.to(x.dtype).expand(index.shape)
             op = _source_form(op)
         else:
-            source, _ = _rows_of(source, dims[3], size)
+            source, _ = _rows_of(source, bdims[3], size)
     out = op(written, wrap_dim(dim, written.dim() - 1) + 1, index, source, *rest, **kwargs)
     if inplace:
-        return x, dims[0]
+        return x, bdims[0]
     return (out.squeeze(1) if scalar else out), 0
 
 
@@ -93,33 +93,33 @@ rows(
 
 @row("aten::index_select")
 def index_select(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select by a shared index, select from a shared tensor, or gather if both are batched."""
     x, dim, index = args
-    at, q = dims[0], dims[2]
+    bdim, q = bdims[0], bdims[2]
     size = level.batch_size
-    if logical_rank(index, q) > 1 or (logical_rank(x, at) == 0 and _elements(index, q) != 1):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if logical_rank(index, q) > 1 or (logical_rank(x, bdim) == 0 and _elements(index, q) != 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if x.dim() == 1:
             wrap_dim(dim, 0)
             return op(x.unsqueeze(1), 1, index.reshape(1)).squeeze(1), 0
-        return op(x, physical_dim(dim, x.dim() - 1, at), index), at
+        return op(x, physical_dim(dim, x.dim() - 1, bdim), index), bdim
     index, _ = _rows_of(index, q, size)
-    rank = logical_rank(x, at)
+    rank = logical_rank(x, bdim)
     dim = wrap_dim(dim, rank)
-    if at is None and rank:
+    if bdim is None and rank:
         return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
-    x, flat = _rows_of(x, at, size)
+    x, flat = _rows_of(x, bdim, size)
     pairs = _pairs(x)
     out = _paired(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
 
 
-def _elements(x: Tensor, at: int | None) -> Any:
+def _elements(x: Tensor, bdim: int | None) -> Any:
     """Return the number of elements of one example."""
-    return math.prod(size for dim, size in enumerate(x.shape) if dim != at)
+    return math.prod(size for dim, size in enumerate(x.shape) if dim != bdim)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -147,16 +147,16 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
 )  # fmt: skip
 @checked
 def index_write(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator for a shared index, else the corresponding scatter."""
     x, dim, index, source, *rest = args
-    at, _, q, s = dims[:4]
+    bdim, _, q, s = bdims[:4]
     size = level.batch_size
     inplace = _is_inplace(op)
-    if inplace and at is None:
+    if inplace and bdim is None:
         refuse_inplace(op)
-    written, flat = _rows_of(x, at, size)
+    written, flat = _rows_of(x, bdim, size)
     dim = wrap_dim(dim, written.dim() - 1) + 1
     source = expand_to_front(source, s, size)
     if source.dim() < written.dim():  # a source without dims can stand for one element
@@ -167,7 +167,7 @@ def index_write(
         index, _ = _rows_of(index, q, size)
         out = _scattered(op, written, dim, index, source, rest, kwargs)
     if inplace:
-        return x, at
+        return x, bdim
     return (out.squeeze(1) if flat else out), 0
 
 
@@ -197,16 +197,16 @@ def _scattered(
 )  # fmt: skip
 @checked
 def index_fill(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fill with one number for a shared index, else with numbers per example."""
     x, dim, index, value = args
-    at, _, q, v = (*dims, None)[:4]
+    bdim, _, q, v = (*bdims, None)[:4]
     inplace = _is_inplace(op)
-    if inplace and at is None:
+    if inplace and bdim is None:
         refuse_inplace(op)
     size = level.batch_size
-    written, flat = _rows_of(x, at, size)
+    written, flat = _rows_of(x, bdim, size)
     dim = wrap_dim(dim, written.dim() - 1) + 1
     if q is None and v is None:
         out = op(written, dim, index.reshape(-1), value)
@@ -214,7 +214,7 @@ def index_fill(
         index, _ = _rows_of(index, q, size)
         out = _filled(op, written, dim, index, value, v)
     if inplace:
-        return x, at
+        return x, bdim
     return (out.squeeze(1) if flat else out), 0
 
 
@@ -246,17 +246,17 @@ def _index_mask(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 @row("aten::take")
 def take(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Index into the flattened elements of each example."""
     x, index = args
-    if dims[0] is None:
-        return op(x, index), dims[1]
-    x = batch_to_front(x, dims[0])
+    if bdims[0] is None:
+        return op(x, index), bdims[1]
+    x = batch_to_front(x, bdims[0])
     x = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
-    if dims[1] is None:
+    if bdims[1] is None:
         return x[:, index], 0
-    index = batch_to_front(index, dims[1])
+    index = batch_to_front(index, bdims[1])
     flat = flatten_logical(index)
     flat = torch.where(flat < 0, flat + x.shape[1], flat)
     return x.gather(1, flat).view(index.shape), 0
@@ -265,24 +265,24 @@ def take(
 @row("aten::put", "aten::put_")
 @checked
 def put(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into the flattened elements of each example."""
     x, index, source, *rest = args
     inplace = _is_inplace(op)
-    if inplace and dims[0] is None:
+    if inplace and bdims[0] is None:
         refuse_inplace(op)
     size = level.batch_size
-    whole = expand_to_front(x, dims[0], size)
+    whole = expand_to_front(x, bdims[0], size)
     values = flatten_logical(whole)
-    flat = flatten_logical(expand_to_front(index, dims[1], size))
-    source = flatten_logical(expand_to_front(source, dims[2], size))
+    flat = flatten_logical(expand_to_front(index, bdims[1], size))
+    source = flatten_logical(expand_to_front(source, bdims[2], size))
     examples = torch.arange(size, device=x.device).unsqueeze(1)
     out = values.index_put((examples, flat), source, accumulate=bool(rest and rest[0]))
     out = out.view(whole.shape)
     if inplace:
         whole.copy_(out)
-        return x, dims[0]
+        return x, bdims[0]
     return out, 0
 
 
@@ -297,22 +297,22 @@ def _ordinals(mask: Tensor) -> Tensor:
 @row("aten::masked_scatter", "aten::masked_scatter_")
 @checked
 def masked_scatter(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     inplace = _is_inplace(op)
-    at = dims[0]
-    if inplace and at is None:
+    bdim = bdims[0]
+    if inplace and bdim is None:
         refuse_inplace(op)
     size = level.batch_size
-    rank, other = logical_rank(x, at), logical_rank(mask, dims[1])
-    whole = align_batch_dim(expand_to_front(x, at, size), 0, max(rank, other))
-    mask = align_batch_dim(expand_to_front(mask, dims[1], size), 0, max(rank, other))
+    rank, other = logical_rank(x, bdim), logical_rank(mask, bdims[1])
+    whole = align_batch_dim(expand_to_front(x, bdim, size), 0, max(rank, other))
+    mask = align_batch_dim(expand_to_front(mask, bdims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
-    source = at_least_one_dim(flatten_logical(expand_to_front(source, dims[2], size)), 1)
+    source = at_least_one_dim(flatten_logical(expand_to_front(source, bdims[2], size)), 1)
     flat = flatten_logical(mask)
     enough = source.shape[1]
     if not (isinstance(enough, int) and isinstance(flat.shape[1], int) and enough >= flat.shape[1]):
@@ -323,13 +323,13 @@ def masked_scatter(
     out = out.view(whole_x.shape)
     if inplace:
         whole.copy_(out)
-        return x, at
+        return x, bdim
     return out, 0
 
 
 @row("aten::masked_scatter_backward")
 def masked_scatter_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collect the gradients at the mask's True elements, in order.
 
@@ -337,9 +337,9 @@ def masked_scatter_backward(
     """
     grad, mask, sizes = args
     size = level.batch_size
-    top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))
-    grad = align_batch_dim(expand_to_front(grad, dims[0], size), 0, top)
-    mask = align_batch_dim(expand_to_front(mask, dims[1], size), 0, top)
+    top = max(logical_rank(grad, bdims[0]), logical_rank(mask, bdims[1]))
+    grad = align_batch_dim(expand_to_front(grad, bdims[0], size), 0, top)
+    mask = align_batch_dim(expand_to_front(mask, bdims[1], size), 0, top)
     grad, mask = (flatten_logical(v) for v in torch.broadcast_tensors(grad, mask))
     count = 1
     for extent in sizes:

@@ -1,7 +1,7 @@
 """Batched keyword arguments, which few operators have.
 
 NOTE [batched keywords]
-``dims`` has an entry for each of ``args``. If a call has batched tensors as keyword arguments, one
+``bdims`` has an entry for each of ``args``. If a call has batched tensors as keyword arguments, one
 entry follows: a dict from their names to their batch dims. Only the rules of operators in
 ``KEYWORDS`` get such calls; each declares the keywords that it accepts.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tsfunc.ops.registry import Dims
+from tsfunc.ops.registry import BatchDims
 
 KEYWORDS: dict[str, frozenset[str]] = {}
 
@@ -22,9 +22,9 @@ def takes_keywords(names: Sequence[str], *keywords: str) -> None:
         KEYWORDS[name] = frozenset(keywords)
 
 
-def keyword_dim(dims: Dims, args: Sequence[Any], keyword: str) -> int | None:
+def keyword_bdim(bdims: BatchDims, args: Sequence[Any], keyword: str) -> int | None:
     """Return the batch dim of a keyword argument, or None."""
-    if len(dims) <= len(args):
+    if len(bdims) <= len(args):
         return None
-    dim: int | None = dims[len(args)].get(keyword)
+    dim: int | None = bdims[len(args)].get(keyword)
     return dim

@@ -21,10 +21,10 @@ from tsfunc.ops.dims import (
     unit_dims,
     with_defaults,
 )
-from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.reductions import reduction
 from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_at_least
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
@@ -35,12 +35,12 @@ def result_dims(out: Any, size: Any) -> Any:
 
 
 def leading(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batching rule of a function of one matrix."""
     if args[0].dim() < 3:
-        return raise_as_one_example(op, dims, args, kwargs)
-    out = op(batch_to_front(args[0], dims[0]), *args[1:], **kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
+    out = op(batch_to_front(args[0], bdims[0]), *args[1:], **kwargs)
     return out, result_dims(out, level.batch_size)
 
 
@@ -69,31 +69,35 @@ rows(
     "aten::logdet",
 )
 def determinant(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """torch factors contiguous matrices transposed, and its derivative checks the same.
 
     The batch is made contiguous if the examples are, so that both checks agree.
     """
     if args[0].dim() < 3:
-        return raise_as_one_example(op, dims, args, kwargs)
-    x = batch_to_front(args[0], dims[0])
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x = batch_to_front(args[0], bdims[0])
     if x.shape[0] and x[0].is_contiguous():
         x = x.contiguous()
     return op(x), 0
 
 
-def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+def _broadcasting(
+    bdims: BatchDims, tensors: Sequence[Tensor], ranks: Sequence[int]
+) -> list[Tensor]:
     """Like ``_broadcast_batches``, for kernels that broadcast.
 
     Unbatched tensors get a dim of size 1.
     """
-    lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
+    lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
     return [
         unit_dims(
-            x.unsqueeze(0) if d is None else batch_to_front(x, d), 1, lead + r - logical_rank(x, d)
+            x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim),
+            1,
+            lead + r - logical_rank(x, bdim),
         )
-        for x, d, r in zip(tensors, dims, ranks, strict=True)
+        for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
     ]
 
 
@@ -103,14 +107,14 @@ _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.a
 
 @row(*_TOLERANCES)
 def with_tolerances(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A function of a matrix and of tolerances that broadcast with its leading dims."""
-    if not ranks_at_least(dims, args, 2):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not ranks_at_least(bdims, args, 2):
+        return raise_as_one_example(op, bdims, args, kwargs)
     names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
     x, *tolerances = _broadcasting(
-        [dims[0], *(keyword_dim(dims, args, name) for name in names)],
+        [bdims[0], *(keyword_bdim(bdims, args, name) for name in names)],
         [args[0], *(kwargs[name] for name in names)],
         [2] + [0] * len(names),
     )
@@ -146,23 +150,23 @@ takes_keywords(_TOLERANCES, "atol", "rtol")
 
 @row("aten::linalg_matrix_exp")
 def matrix_exp(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the leading dims: the kernel accepts several only if a view flattens them."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     if x.dim() < 3:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     return op(x.flatten(0, -3)).unflatten(0, x.shape[:-2]), 0
 
 
 def _broadcast_batches(
-    level: RuleLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
+    level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor], ranks: Sequence[int]
 ) -> list[Tensor]:
     """Move each tensor's batch dim first; ``ranks`` are the ranks of a single matrix or vector."""
-    lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
+    lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
     return [
-        unit_dims(expand_to_front(x, d, level.batch_size), 1, lead + r - logical_rank(x, d))
-        for x, d, r in zip(tensors, dims, ranks, strict=True)
+        unit_dims(expand_to_front(x, bdim, level.batch_size), 1, lead + r - logical_rank(x, bdim))
+        for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
     ]
 
 
@@ -173,15 +177,17 @@ def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
     """
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         count = len(ranks)
-        if not ranks_at_least(dims, args[:count], *ranks):
-            return raise_as_one_example(op, dims, args, kwargs)
-        tensors = _broadcast_batches(level, dims[:count], args[:count], ranks)
-        leads = {tuple(_shape(x, d)[:-r]) for x, d, r in zip(args, dims, ranks, strict=False)}
+        if not ranks_at_least(bdims, args[:count], *ranks):
+            return raise_as_one_example(op, bdims, args, kwargs)
+        tensors = _broadcast_batches(level, bdims[:count], args[:count], ranks)
+        leads = {
+            tuple(_shape(x, bdim)[:-r]) for x, bdim, r in zip(args, bdims, ranks, strict=False)
+        }
         if len(leads) > 1 and not broadcast:
-            return raise_as_one_example(op, dims, args, kwargs)
+            return raise_as_one_example(op, bdims, args, kwargs)
         lead = torch.broadcast_shapes(
             *(x.shape[: x.dim() - r] for x, r in zip(tensors, ranks, strict=True))
         )
@@ -203,44 +209,44 @@ _unpacked = matrices_rule(2, 1)
 
 @row("aten::lu_unpack")
 def lu_unpack(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that were not requested are empty and have no batch dim."""
-    unpacked = _unpacked(op, level, dims, args, kwargs)
+    unpacked = _unpacked(op, level, bdims, args, kwargs)
     if unpacked is NotImplemented:
         return unpacked
-    outs, at = unpacked
-    return outs, tuple(None if out.numel() == 0 and out.dim() == 1 else at for out in outs)
+    outs, bdim = unpacked
+    return outs, tuple(None if out.numel() == 0 and out.dim() == 1 else bdim for out in outs)
 
 
 @row("aten::linalg_cross")
 def linalg_cross(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is counted from the end, where a batch dim at the front does not change it."""
     x, y = args
-    rank = logical_rank(x, dims[0])
+    rank = logical_rank(x, bdims[0])
     dim = kwargs.get("dim", -1)
-    if rank != logical_rank(y, dims[1]) or not -rank <= dim < rank:
-        return raise_as_one_example(op, dims, args, kwargs)
+    if rank != logical_rank(y, bdims[1]) or not -rank <= dim < rank:
+        return raise_as_one_example(op, bdims, args, kwargs)
     x, y = (
         v.unsqueeze(0) if d is None else batch_to_front(v, d)
-        for v, d in ((x, dims[0]), (y, dims[1]))
+        for v, d in ((x, bdims[0]), (y, bdims[1]))
     )
     return op(x, y, dim=dim - rank if dim >= 0 else dim), 0
 
 
 def _as_columns(
-    solve: Callable[[Tensor], Any], rhs: Tensor, at: int, left: bool
+    solve: Callable[[Tensor], Any], rhs: Tensor, bdim: int, left: bool
 ) -> tuple[Any, Tensor, int]:
     """Solve with one matrix for the right-hand sides of all examples: NOTE [batched solves].
 
     Returns:
         The results of ``solve``, the solution, and the batch dim of the solution.
     """
-    size = rhs.shape[at]
+    size = rhs.shape[bdim]
     dim = -2 if left else -3
-    wide = rhs.movedim(at, dim).flatten(dim, dim + 1)
+    wide = rhs.movedim(bdim, dim).flatten(dim, dim + 1)
     outs = solve(wide)
     out = outs if isinstance(outs, Tensor) else outs[0]
     extent = out.shape[dim + 1]
@@ -248,37 +254,41 @@ def _as_columns(
     return outs, out, out.dim() + dim
 
 
-def _shape(x: Tensor, at: int | None) -> Any:
-    return x.shape if at is None else batch_to_front(x, at).shape[1:]
+def _shape(x: Tensor, bdim: int | None) -> Any:
+    return x.shape if bdim is None else batch_to_front(x, bdim).shape[1:]
 
 
 @row("aten::_linalg_solve_ex", "aten::linalg_solve")
 def solve(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
     ``_linalg_solve_ex`` returns factors besides the solution.
     """
     a, b = args
-    if not ranks_at_least(dims, args, 2, 1):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not ranks_at_least(bdims, args, 2, 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
     left = kwargs.get("left", True)
-    rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
+    rank, other = logical_rank(a, bdims[0]), logical_rank(b, bdims[1])
     vector = other == 1
     if rank - 1 == other and not vector:
-        vector = _shape(a, dims[0])[:-1] == _shape(b, dims[1])
+        vector = _shape(a, bdims[0])[:-1] == _shape(b, bdims[1])
     if vector:
         if not left:
             return NotImplemented
-        b = (b if dims[1] is None else batch_to_front(b, dims[1])).unsqueeze(-1)
-    q = None if dims[1] is None else 0 if vector else dims[1]
-    if dims[0] is None:
+        b = (b if bdims[1] is None else batch_to_front(b, bdims[1])).unsqueeze(-1)
+    q = None if bdims[1] is None else 0 if vector else bdims[1]
+    if bdims[0] is None:
         assert q is not None
-        outs, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, q, left)
+        outs, out, bdim = _as_columns(lambda wide: op(a, wide, **kwargs), b, q, left)
         out = out.squeeze(-1) if vector else out
-        return (out, at) if isinstance(outs, Tensor) else ((out, *outs[1:]), (at, None, None, None))
-    a, b = _broadcast_batches(level, (dims[0], q), (a, b), (2, 2))
+        return (
+            (out, bdim)
+            if isinstance(outs, Tensor)
+            else ((out, *outs[1:]), (bdim, None, None, None))
+        )
+    a, b = _broadcast_batches(level, (bdims[0], q), (a, b), (2, 2))
     outs = op(a, b, **kwargs)
     if isinstance(outs, Tensor):
         return outs.squeeze(-1) if vector else outs, 0
@@ -290,74 +300,74 @@ def solve(
 
 @row("aten::linalg_solve_triangular")
 def solve_triangular(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix is the first argument."""
-    if not ranks_at_least(dims, args, 2, 2):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not ranks_at_least(bdims, args, 2, 2):
+        return raise_as_one_example(op, bdims, args, kwargs)
     a, b = args
-    if dims[0] is None:
+    if bdims[0] is None:
         left = kwargs.get("left", True)
-        _, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, dims[1], left)
-        return out, at
-    return op(*_broadcast_batches(level, dims, args, (2, 2)), **kwargs), 0
+        _, out, bdim = _as_columns(lambda wide: op(a, wide, **kwargs), b, bdims[1], left)
+        return out, bdim
+    return op(*_broadcast_batches(level, bdims, args, (2, 2)), **kwargs), 0
 
 
 @row("aten::cholesky_solve", "aten::triangular_solve")
 def solve_factored(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix is the second argument. triangular_solve also returns a copy of the matrix."""
-    if not ranks_at_least(dims, args, 2, 2):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not ranks_at_least(bdims, args, 2, 2):
+        return raise_as_one_example(op, bdims, args, kwargs)
     b, a, *rest = args
-    if dims[1] is None and logical_rank(b, dims[0]) >= a.dim():
-        outs, out, at = _as_columns(lambda wide: op(wide, a, *rest, **kwargs), b, dims[0], True)
-        return (out, at) if outs is None or isinstance(outs, Tensor) else (
-            (out, outs[1]), (at, None)
+    if bdims[1] is None and logical_rank(b, bdims[0]) >= a.dim():
+        outs, out, bdim = _as_columns(lambda wide: op(wide, a, *rest, **kwargs), b, bdims[0], True)
+        return (out, bdim) if outs is None or isinstance(outs, Tensor) else (
+            (out, outs[1]), (bdim, None)
         )  # fmt: skip
-    return op(*_broadcast_batches(level, dims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
+    return op(*_broadcast_batches(level, bdims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
 
 
 @row("aten::linalg_lu_solve")
 def lu_solve(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Factors and pivots have the same batch.
 
     The kernel broadcasts both with the right-hand side.
     """
-    if not ranks_at_least(dims, args, 2, 1, 2):
-        return raise_as_one_example(op, dims, args, kwargs)
+    if not ranks_at_least(bdims, args, 2, 1, 2):
+        return raise_as_one_example(op, bdims, args, kwargs)
     lu, pivots, b = args
-    if _shape(lu, dims[0])[:-1] != _shape(pivots, dims[1]):
-        return raise_as_one_example(op, dims, args, kwargs)
-    if dims[0] is None and dims[1] is None:
+    if _shape(lu, bdims[0])[:-1] != _shape(pivots, bdims[1]):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    if bdims[0] is None and bdims[1] is None:
         left = kwargs.get("left", True)
-        _, out, at = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, dims[2], left)
-        return out, at
-    lu, pivots, b = _broadcast_batches(level, dims, args, (2, 1, 2))
+        _, out, bdim = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, bdims[2], left)
+        return out, bdim
+    lu, pivots, b = _broadcast_batches(level, bdims, args, (2, 1, 2))
     return op(lu, pivots, b, **kwargs), 0
 
 
 @row("aten::linalg_lstsq")
 def lstsq(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that the driver does not compute are empty."""
     if not level.batch_size:
         raise NoExamples
     a, b, *rest = args
-    if not ranks_at_least(dims, args, 2, 1):
-        return raise_as_one_example(op, dims, args, kwargs)
-    rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
+    if not ranks_at_least(bdims, args, 2, 1):
+        return raise_as_one_example(op, bdims, args, kwargs)
+    rank, other = logical_rank(a, bdims[0]), logical_rank(b, bdims[1])
     vector = other == rank - 1
     a, b = (
-        expand_to_front(a, dims[0], level.batch_size),
-        expand_to_front(b, dims[1], level.batch_size),
+        expand_to_front(a, bdims[0], level.batch_size),
+        expand_to_front(b, bdims[1], level.batch_size),
     )
     if a.shape[1:-1] != b.shape[1 : a.dim() - 1]:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     out, *others = op(a, b.unsqueeze(-1) if vector else b, *rest, **kwargs)
     results = (out.squeeze(-1) if vector else out, *others)
     return results, result_dims(results, level.batch_size)
@@ -365,7 +375,7 @@ def lstsq(
 
 @row("aten::_linalg_check_errors")
 def check_errors(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Check the error codes of a batch of matrices."""
     return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
@@ -376,7 +386,7 @@ _over_dims = reduction(2, 3, None, (None,))
 
 @row("aten::linalg_norm", "aten::linalg_norm.ord_str")
 def norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce vectors or matrices over ``dim``.
 
@@ -388,18 +398,18 @@ def norm(
         return NotImplemented
     if over is None and order is None:
         vector_norm = torch.ops.aten.linalg_vector_norm.default
-        return _over_dims(vector_norm, level, dims, (x, 2, None, keep), kwargs)
+        return _over_dims(vector_norm, level, bdims, (x, 2, None, keep), kwargs)
     if over is None and not 1 <= rank <= 2:
-        return raise_as_one_example(op, dims, args, kwargs)
-    return _over_dims(op, level, dims, (x, order, over, keep), kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return _over_dims(op, level, bdims, (x, order, over, keep), kwargs)
 
 
 @row("aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord")
 def matrix_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce the matrices in ``dim``, by default the last two dims."""
     x, order, over, keep = with_defaults(args, None, "fro", (-2, -1), False)
     if x.dim() < 3:
-        return raise_as_one_example(op, dims, args, kwargs)
-    return _over_dims(op, level, dims, (x, order, over, keep), kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return _over_dims(op, level, bdims, (x, order, over, keep), kwargs)

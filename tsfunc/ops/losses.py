@@ -17,35 +17,35 @@ from tsfunc.ops.dims import (
     logical_rank,
 )
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
 
 
-def reduced(out: Tensor, at: int, reduction: int) -> tuple[Tensor, int]:
+def reduced(out: Tensor, bdim: int, reduction: int) -> tuple[Tensor, int]:
     """Reduce over all logical dims by mean or sum.
 
     Without a reduction, return the tensor unchanged.
     """
     if reduction == NONE:
-        return out, at
-    dims = every_dim(out.dim() - 1, at)
+        return out, bdim
+    dims = every_dim(out.dim() - 1, bdim)
     if not dims:
         return out, 0
     return (out.mean(dims) if reduction == MEAN else out.sum(dims)), 0
 
 
-def _broadcast(args: Sequence[Any], dims: Dims) -> tuple[list[Any], int]:
+def _broadcast(args: Sequence[Any], bdims: BatchDims) -> tuple[list[Any], int]:
     """Align and expand the tensors; missing weights stay None."""
-    aligned, at = align(args, dims)
+    aligned, bdim = align(args, bdims)
     shape = torch.broadcast_shapes(*(x.shape for x in aligned if x is not None))
-    return [None if x is None else x.expand(shape) for x in aligned], at
+    return [None if x is None else x.expand(shape) for x in aligned], bdim
 
 
-def _size_without(out: Tensor, at: int) -> Any:
+def _size_without(out: Tensor, bdim: int) -> Any:
     count = 1
     for dim, size in enumerate(out.shape):
-        if dim != at:
+        if dim != bdim:
             count = count * size
     return count
 
@@ -54,12 +54,12 @@ def pointwise_loss(count: int) -> Rule:
     """Return the rule of a loss with ``count`` tensors, a reduction and possibly a number."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensors = [*args[:count], None, None][:count]
         reduction = args[count] if len(args) > count else MEAN
-        aligned, at = _broadcast(tensors, [*dims[:count], None, None][:count])
-        return reduced(op(*aligned, NONE, *args[count + 1 :]), at, reduction)
+        aligned, bdim = _broadcast(tensors, [*bdims[:count], None, None][:count])
+        return reduced(op(*aligned, NONE, *args[count + 1 :]), bdim, reduction)
 
     return rule
 
@@ -68,13 +68,13 @@ def pointwise_loss_backward(count: int) -> Rule:
     """Return the rule of the backward operator; its first tensor, the gradient, is expanded."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensors = [*args[:count], None][:count]
         reduction = args[count] if len(args) > count else MEAN
-        aligned, at = _broadcast(tensors, [*dims[:count], None][:count])
+        aligned, bdim = _broadcast(tensors, [*bdims[:count], None][:count])
         out = op(*aligned, NONE, *args[count + 1 :])
-        return (out / _size_without(out, at) if reduction == MEAN else out), at
+        return (out / _size_without(out, bdim) if reduction == MEAN else out), bdim
 
     return rule
 
@@ -94,27 +94,32 @@ rows(pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
 
 
 def _class_losses(
-    level: RuleLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
+    level: RuleLevel,
+    bdims: BatchDims,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore: Any,
 ) -> tuple[Tensor, int, Tensor, Tensor]:
     """Return ``x`` with its batch dim first, its dim of classes, the targets and their weights.
 
     An ignored target counts as class 0 with weight 0.
     """
     size = level.batch_size
-    x = expand_to_front(x, dims[0], size)
+    x = expand_to_front(x, bdims[0], size)
     classes = 1 if x.dim() == 2 else 2
-    target = target if dims[1] is None else batch_to_front(target, dims[1])
+    target = target if bdims[1] is None else batch_to_front(target, bdims[1])
     ignored = target == ignore
     target = torch.where(ignored, 0, target)
     if weight is None:
         counted = (~ignored).to(x.dtype)
-    elif dims[2] is None:
+    elif bdims[2] is None:
         counted = weight[target].masked_fill(ignored, 0)
     else:
-        shape = target.shape if dims[1] is not None else (size, *target.shape)
+        shape = target.shape if bdims[1] is not None else (size, *target.shape)
         flat = flatten_logical(target.expand(shape))
         counted = (
-            batch_to_front(weight, dims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
+            batch_to_front(weight, bdims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
         )
     shape = x.shape[:classes] + x.shape[classes + 1 :]
     return x, classes, target.expand(shape).unsqueeze(classes), counted.expand(shape)
@@ -123,11 +128,11 @@ def _class_losses(
 @row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 @checked
 def nll_loss_forward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Look up the value of each target; also return the sum of the targets' weights."""
     x, target, weight, reduction, ignore = args
-    x, classes, target, counted = _class_losses(level, dims, x, target, weight, ignore)
+    x, classes, target, counted = _class_losses(level, bdims, x, target, weight, ignore)
     value = x.gather(classes, target).squeeze(classes)
     # ``where`` masks ignored values, which can be infinite.
     loss = -torch.where(counted == 0, 0, value * counted)
@@ -140,23 +145,23 @@ def nll_loss_forward(
 
 @row("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_loss_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write the gradient at the position of each target."""
     grad, x, target, weight, reduction, ignore, total = args
-    x, classes, target, counted = _class_losses(level, dims[1:4], x, target, weight, ignore)
-    grad = grad if dims[0] is None else batch_to_front(grad, dims[0])
+    x, classes, target, counted = _class_losses(level, bdims[1:4], x, target, weight, ignore)
+    grad = grad if bdims[0] is None else batch_to_front(grad, bdims[0])
     if reduction == MEAN:
-        grad = grad / (total if dims[6] is None else batch_to_front(total, dims[6]))
-    if dims[0] is not None or (reduction == MEAN and dims[6] is not None):
+        grad = grad / (total if bdims[6] is None else batch_to_front(total, bdims[6]))
+    if bdims[0] is not None or (reduction == MEAN and bdims[6] is not None):
         grad = grad.reshape(*grad.shape, *[1] * (counted.dim() - grad.dim()))
     value = -torch.where(counted == 0, 0, counted * grad)
     return torch.zeros_like(x).scatter(classes, target, value.unsqueeze(classes)), 0
 
 
-def _fold_into_samples(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
+def _fold_into_samples(x: Tensor, bdim: int | None, size: int, lead: int) -> Tensor:
     """Fold the batch into the samples; a tensor without a dim of samples gets one of size 1."""
-    x = expand_to_front(x, at, size)
+    x = expand_to_front(x, bdim, size)
     if lead > 0:
         return x.flatten(0, 1)
     return x.unsqueeze(1) if lead < 0 else x
@@ -165,47 +170,47 @@ def _fold_into_samples(x: Tensor, at: int | None, size: int, lead: int) -> Tenso
 @row("aten::multi_margin_loss")
 @checked
 def multi_margin_loss(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
     x, target, p, margin, weight, reduction = given
-    lead = logical_rank(x, dims[0]) - 1
-    x = _fold_into_samples(x, dims[0], level.batch_size, lead)
-    listed = logical_rank(target, dims[1]) > 0
-    target = expand_to_front(target, dims[1], level.batch_size).flatten()
-    weight, factor = _sample_weights(weight, (*dims, *[None] * 5)[4], target)
+    lead = logical_rank(x, bdims[0]) - 1
+    x = _fold_into_samples(x, bdims[0], level.batch_size, lead)
+    listed = logical_rank(target, bdims[1]) > 0
+    target = expand_to_front(target, bdims[1], level.batch_size).flatten()
+    weight, factor = _sample_weights(weight, (*bdims, *[None] * 5)[4], target)
     out = op(x, target, p, margin, weight, NONE) * factor
     return reduced(out.unflatten(0, (level.batch_size, -1)) if listed else out, 0, reduction)
 
 
-def _sample_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]:
+def _sample_weights(weight: Any, bdim: int | None, target: Tensor) -> tuple[Any, Any]:
     """Turn batched class weights into a factor of each sample's loss."""
-    if at is None:
+    if bdim is None:
         return weight, 1
-    weight = batch_to_front(weight, at)
+    weight = batch_to_front(weight, bdim)
     return None, weight.gather(1, target.view(weight.shape[0], -1)).flatten()
 
 
 @row("aten::multi_margin_loss_backward")
 def multi_margin_loss_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
     grad, x, target, p, margin, weight, reduction = given
     size = level.batch_size
-    whole = expand_to_front(x, dims[1], size)
-    x = _fold_into_samples(x, dims[1], size, whole.dim() - 2)
-    target = expand_to_front(target, dims[2], size).flatten()
-    weight, factor = _sample_weights(weight, (*dims, *[None] * 6)[5], target)
-    grads = _sample_grads(grad, dims[0], whole, reduction) * factor
+    whole = expand_to_front(x, bdims[1], size)
+    x = _fold_into_samples(x, bdims[1], size, whole.dim() - 2)
+    target = expand_to_front(target, bdims[2], size).flatten()
+    weight, factor = _sample_weights(weight, (*bdims, *[None] * 6)[5], target)
+    grads = _sample_grads(grad, bdims[0], whole, reduction) * factor
     return op(grads, x, target, p, margin, weight, NONE).view(whole.shape), 0
 
 
-def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Tensor:
+def _sample_grads(grad: Tensor, bdim: int | None, x: Tensor, reduction: int) -> Tensor:
     """Return the gradient of each sample of each example of ``x``, as one vector."""
-    grad = expand_to_front(grad, at, x.shape[0])
+    grad = expand_to_front(grad, bdim, x.shape[0])
     if x.dim() > 2:
         if reduction == MEAN:
             grad = grad / x.shape[1]
@@ -216,14 +221,14 @@ def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Te
 @row("aten::multilabel_margin_loss_forward")
 @checked
 def multilabel_margin_loss_forward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
-    whole = expand_to_front(args[0], dims[0], size)
+    whole = expand_to_front(args[0], bdims[0], size)
     lead = whole.dim() - 2
     x, target = (
-        _fold_into_samples(v, d, size, lead) for v, d in zip(args[:2], dims[:2], strict=True)
+        _fold_into_samples(v, bdim, size, lead) for v, bdim in zip(args[:2], bdims[:2], strict=True)
     )
     out, is_target = op(x, target, NONE)
     out = reduced(out.view(whole.shape[:2]) if lead > 0 else out, 0, args[2])[0]
@@ -232,14 +237,14 @@ def multilabel_margin_loss_forward(
 
 @row("aten::multilabel_margin_loss_backward")
 def multilabel_margin_loss_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     grad, x, target, reduction, is_target = args
     size = level.batch_size
-    whole = expand_to_front(x, dims[1], size)
+    whole = expand_to_front(x, bdims[1], size)
     lead = whole.dim() - 2
-    pairs = ((x, dims[1]), (target, dims[2]), (is_target, dims[4]))
+    pairs = ((x, bdims[1]), (target, bdims[2]), (is_target, bdims[4]))
     x, target, is_target = (_fold_into_samples(v, d, size, lead) for v, d in pairs)
-    out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, NONE, is_target)
+    out = op(_sample_grads(grad, bdims[0], whole, reduction), x, target, NONE, is_target)
     return out.view(whole.shape), 0

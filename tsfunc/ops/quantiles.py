@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, logical_rank, unit_dims, with_defaults, wrap_dim
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
 
@@ -22,25 +22,25 @@ _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
     "aten::nanquantile.scalar",
 )
 def quantile(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Several quantiles are the first logical dim of the result."""
-    (x, at), (q, q_at) = (args[0], dims[0]), (args[1], dims[1])
+    (x, bdim), (q, q_bdim) = (args[0], bdims[0]), (args[1], bdims[1])
     dim, keepdim = with_defaults(args[2:], None, False)
     kind = kwargs.get("interpolation", "linear")
-    rank, q_rank = logical_rank(x, at), logical_rank(q, q_at) if isinstance(q, Tensor) else 0
+    rank, q_rank = logical_rank(x, bdim), logical_rank(q, q_bdim) if isinstance(q, Tensor) else 0
     fits = not isinstance(q, Tensor) or (q_rank < 2 and q.dtype is x.dtype)
     if kind not in _KINDS or not fits or not x.is_floating_point():
-        return raise_as_one_example(op, dims, args, kwargs)
-    x = x.unsqueeze(0) if at is None else batch_to_front(x, at)
+        return raise_as_one_example(op, bdims, args, kwargs)
+    x = x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)
     if 0 in x.shape[1:]:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     if dim is None:
         x = x.flatten(1) if rank else x.unsqueeze(1)
     else:
         dim = wrap_dim(dim, rank)
         x = x.movedim(dim + 1, -1) if rank else x.unsqueeze(1)
-    q = _quantiles(q, q_at, x)
+    q = _quantiles(q, q_bdim, x)
     out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
     if keepdim and rank:
         kept = range(rank) if dim is None else [wrap_dim(dim, rank)]
@@ -51,12 +51,12 @@ def quantile(
     return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
 
 
-def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
+def _quantiles(q: Any, bdim: int | None, x: Tensor) -> Tensor:
     """Return quantiles as (batch, 1, ..., quantiles), which broadcast over the rows of ``x``."""
     if not isinstance(q, Tensor):
         q = torch.full((), q, dtype=x.dtype, device=x.device)
     require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")
-    q = q.unsqueeze(0) if at is None else batch_to_front(q, at)
+    q = q.unsqueeze(0) if bdim is None else batch_to_front(q, bdim)
     q = q.unsqueeze(1) if q.dim() == 1 else q
     return unit_dims(q, 1, x.dim() - 2)
 

@@ -36,7 +36,7 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 
 
 def check_randomness(op: Any, level: RuleLevel, kwargs: Mapping[str, Any]) -> None:
@@ -59,9 +59,9 @@ def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:
         )
 
 
-def require_one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
+def require_one_distribution(op: Any, level: RuleLevel, bdims: BatchDims) -> None:
     """Raise if one draw is required but the parameters differ between examples."""
-    if level.randomness == "same" and any(dim is not None for dim in dims):
+    if level.randomness == "same" and any(bdim is not None for bdim in bdims):
         raise RuntimeError(
             f"Vmap does not currently support same randomness with a batched tensor input: "
             f"{function_name(op)} draws from a distribution that differs from example to example. "
@@ -70,25 +70,25 @@ def require_one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
         )
 
 
-def example_of(x: Tensor, at: int | None) -> Tensor:
+def example_of(x: Tensor, bdim: int | None) -> Tensor:
     """Return a tensor with the shape and dtype of one example and unspecified values."""
-    if at is None:
+    if bdim is None:
         return x
-    return x.new_empty([size for dim, size in enumerate(x.shape) if dim != at])
+    return x.new_empty([size for dim, size in enumerate(x.shape) if dim != bdim])
 
 
-def draw_shape_like(level: RuleLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def draw_shape_like(level: RuleLevel, x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     """Return a tensor of the shape to draw: the batch, or one example under ``"same"``."""
     if level.randomness == "same":
-        return example_of(x, at), None
-    return expand_to_front(x, at, level.batch_size), 0
+        return example_of(x, bdim), None
+    return expand_to_front(x, bdim, level.batch_size), 0
 
 
 def random_factory(size_position: int) -> Rule:
     """Return the rule of a random factory whose size is ``args[size_position]``."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         check_randomness(op, level, kwargs)
         if level.randomness == "same":
@@ -107,7 +107,7 @@ def random_factory(size_position: int) -> Rule:
 
 @row("aten::randperm", "aten::randperm.generator")
 def randperm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator per example, as torch.func does: its kernel draws one permutation."""
     check_randomness(op, level, kwargs)
@@ -121,44 +121,44 @@ def randperm(
 
 
 def random_like(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
-        like, place_of_batch = args[0], dims[0]
+        like, place_of_batch = args[0], bdims[0]
         out = samplers.sampled(
             op, level, logical_shape(like, place_of_batch), kwargs.get("dtype") or like.dtype,
             kwargs.get("device") or like.device, args[1:], kwargs,
         )  # fmt: skip
         return (out.movedim(0, place_of_batch), place_of_batch) if place_of_batch else (out, 0)
-    x, at = draw_shape_like(level, args[0], dims[0])
+    x, bdim = draw_shape_like(level, args[0], bdims[0])
     if "memory_format" in kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return op(x, *args[1:], **kwargs), at
+    return op(x, *args[1:], **kwargs), bdim
 
 
 @row("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
 def randint_like(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The upper bound is a tensor with one number, shared or per example."""
     x, high = args
-    if dims[1] is None:
+    if bdims[1] is None:
         bound = int(high) if level.randomness == "split" else high
-        return random_like(op, level, dims, [x, bound], kwargs)
+        return random_like(op, level, bdims, [x, bound], kwargs)
     check_randomness(op, level, kwargs)
-    require_one_distribution(op, level, dims[1:])
+    require_one_distribution(op, level, bdims[1:])
     if high.dim() != 1:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     require(high > 0, f"{function_name(op)} expected a high above 0")
     if level.randomness == "split":
-        shape = logical_shape(x, dims[0])
+        shape = logical_shape(x, bdims[0])
         draw = samplers.draw_for(level, x.device, kwargs)
         bounds = high.to(torch.int64).unsqueeze(1)
         drawn = distributions.integers(draw, math.prod(shape), 0, bounds)
         return samplers.in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
-    x = expand_to_front(x, dims[0], level.batch_size)
+    x = expand_to_front(x, bdims[0], level.batch_size)
     # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
     drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
@@ -178,51 +178,51 @@ def shared_draw_error(op: Any) -> RuntimeError:
 
 
 def random_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Overwrite the first argument."""
     check_randomness(op, level, kwargs)
-    require_one_distribution(op, level, dims[1:])
-    x, at = args[0], dims[0]
+    require_one_distribution(op, level, bdims[1:])
+    x, bdim = args[0], bdims[0]
     if level.randomness == "same":
-        if at is None:
+        if bdim is None:
             return op(*args, **kwargs), None
-        x.copy_(op(example_of(x, at), *args[1:], **kwargs).unsqueeze(at))
-        return x, at
-    if at is None:
-        if any(dim is not None for dim in dims):
+        x.copy_(op(example_of(x, bdim), *args[1:], **kwargs).unsqueeze(bdim))
+        return x, bdim
+    if bdim is None:
+        if any(bdim is not None for bdim in bdims):
             refuse_inplace(op)
         raise shared_draw_error(op)
     if level.randomness == "split":
         if any(isinstance(arg, Tensor) for arg in args[1:]):
-            out = _split_bernoulli(level, dims, args, kwargs)
+            out = _split_bernoulli(level, bdims, args, kwargs)
         else:
-            shape = logical_shape(x, at)
+            shape = logical_shape(x, bdim)
             out = samplers.sampled(op, level, shape, x.dtype, x.device, args[1:], kwargs)
-        x.copy_(out.movedim(0, at))
-        return x, at
+        x.copy_(out.movedim(0, bdim))
+        return x, bdim
     rest = [
-        align_batch_dim(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
-        for arg, dim in zip(args[1:], dims[1:], strict=True)
+        align_batch_dim(arg, bdim, x.dim() - 1) if isinstance(arg, Tensor) else arg
+        for arg, bdim in zip(args[1:], bdims[1:], strict=True)
     ]
-    op(batch_to_front(x, at), *rest, **kwargs)
-    return x, at
+    op(batch_to_front(x, bdim), *rest, **kwargs)
+    return x, bdim
 
 
 def sample_from(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
-    require_one_distribution(op, level, dims)
+    require_one_distribution(op, level, bdims)
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
-        return samplers.of_parameters(op, level, dims, args, kwargs), 0
+        return samplers.of_parameters(op, level, bdims, args, kwargs), 0
     size = level.batch_size
     whole = [
-        expand_to_front(x, d, size) if isinstance(x, Tensor) else x
-        for x, d in zip(args, dims, strict=True)
+        expand_to_front(x, bdim, size) if isinstance(x, Tensor) else x
+        for x, bdim in zip(args, bdims, strict=True)
     ]
     rank = max(x.dim() for x in whole if isinstance(x, Tensor)) - 1
     placed = [align_batch_dim(x, 0, rank) if isinstance(x, Tensor) else x for x in whole]
@@ -230,38 +230,38 @@ def sample_from(
 
 
 def _split_bernoulli(
-    level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Draw for each example in the shape and dtype of the first argument, batch dim first.
 
     The last argument has the probabilities.
     """
-    shape = logical_shape(args[0], dims[0])
+    shape = logical_shape(args[0], bdims[0])
     draw = samplers.draw_for(level, args[0].device, kwargs)
-    chances = samplers.parameter_rows(args[-1], dims[-1], shape)
+    chances = samplers.parameter_rows(args[-1], bdims[-1], shape)
     drawn = distributions.bernoulli(draw, math.prod(shape), chances).to(args[0].dtype)
     return samplers.without_gradient(samplers.in_shape(drawn, shape), *args)
 
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
 def bernoulli(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The last argument has the probabilities.
 
     An earlier tensor gives only the shape and dtype.
     """
     check_randomness(op, level, kwargs)
-    require_one_distribution(op, level, dims)
+    require_one_distribution(op, level, bdims)
     if level.randomness == "split":
-        return _split_bernoulli(level, dims, args, kwargs), 0
-    chance, at = args[0], dims[0]
+        return _split_bernoulli(level, bdims, args, kwargs), 0
+    chance, bdim = args[0], bdims[0]
     if len(args) == 2:
-        aligned, where = align(args, dims)
+        aligned, where = align(args, bdims)
         chance = torch.broadcast_tensors(*aligned)[1]
-        at = None if all(dim is None for dim in dims) else where
-    out, at = sample_from(torch.bernoulli, level, [at], [chance], kwargs)
-    return out.to(args[0].dtype), at
+        bdim = None if all(bdim is None for bdim in bdims) else where
+    out, bdim = sample_from(torch.bernoulli, level, [bdim], [chance], kwargs)
+    return out.to(args[0].dtype), bdim
 
 
 @row(
@@ -270,13 +270,13 @@ def bernoulli(
     "aten::normal.float_Tensor",
 )
 def normal(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw with tensor parameters; ``"split"`` scales and shifts standard normal numbers."""
     if level.randomness != "split":
-        return sample_from(op, level, dims, args, kwargs)
+        return sample_from(op, level, bdims, args, kwargs)
     check_randomness(op, level, kwargs)
-    params, where = (*args, 1.0)[:2], [*dims, None][:2]
+    params, where = (*args, 1.0)[:2], [*bdims, None][:2]
     tensors = [x for x in params if isinstance(x, Tensor)]
     shape = samplers.broadcast_shape(params, where)
     dtype = tensors[0].dtype
@@ -284,26 +284,26 @@ def normal(
         dtype = torch.promote_types(dtype, tensors[1].dtype)
     draw = samplers.draw_for(level, tensors[0].device, kwargs)
     noise = samplers.in_shape(distributions.normal(draw, math.prod(shape), dtype), shape)
-    (mean, std, noise), at = align(
+    (mean, std, noise), bdim = align(
         [x.detach() if isinstance(x, Tensor) else x for x in params] + [noise], [*where, 0]
     )
-    return samplers.without_gradient((mean + std * noise).to(dtype), *params), at
+    return samplers.without_gradient((mean + std * noise).to(dtype), *params), bdim
 
 
 @row("aten::multinomial")
 def multinomial(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes one matrix, whose rows are distributions."""
     check_randomness(op, level, kwargs)
-    require_one_distribution(op, level, dims)
+    require_one_distribution(op, level, bdims)
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
         x, number, replacement = (*args, False)[:3]
         draw = samplers.draw_for(level, x.device, kwargs)
-        return samplers.multinomial(op, draw, x, dims[0], number, replacement), 0
-    x = expand_to_front(args[0], dims[0], level.batch_size)
+        return samplers.multinomial(op, draw, x, bdims[0], number, replacement), 0
+    x = expand_to_front(args[0], bdims[0], level.batch_size)
     if x.dim() == 2:
         return op(x, *args[1:], **kwargs), 0
     out = op(x.flatten(0, 1), *args[1:], **kwargs)
@@ -311,39 +311,39 @@ def multinomial(
 
 
 def keep_mask(
-    level: RuleLevel, x: Tensor, at: int | None, keep: float, features: bool = False
+    level: RuleLevel, x: Tensor, bdim: int | None, keep: float, features: bool = False
 ) -> tuple[Tensor, int | None]:
     """Return ones with probability ``keep``, else zeros, per element or per feature map."""
     if level.randomness == "split":
-        shape = logical_shape(x, at)
+        shape = logical_shape(x, bdim)
         if features:  # the dims of a feature map get size 1
             shape = [*shape[:2], *[1 for _ in shape[2:]]]
         drawn = distributions.bernoulli(
             samplers.draw_for(level, x.device, {}), math.prod(shape), keep
         )
         return samplers.in_shape(drawn.to(x.dtype), shape), 0
-    like, at = draw_shape_like(level, x, at)
+    like, bdim = draw_shape_like(level, x, bdim)
     if features:
-        kept = 2 if at is None else 3
+        kept = 2 if bdim is None else 3
         like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
-    return torch.ops.aten.bernoulli.p(like.detach(), keep), at
+    return torch.ops.aten.bernoulli.p(like.detach(), keep), bdim
 
 
 def dropout_rule(alpha: bool, features: bool) -> Rule:
     """Return the rule of a dropout function; all of them have the same arguments."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, p, train = args
         if not train or p == 0:
-            return x, dims[0]
+            return x, bdims[0]
         if p == 1:  # no random numbers are needed
-            return op(x, p, train), dims[0]
-        if (features and logical_rank(x, dims[0]) < 2) or not x.is_floating_point():
-            return raise_as_one_example(op, dims, args, kwargs)
+            return op(x, p, train), bdims[0]
+        if (features and logical_rank(x, bdims[0]) < 2) or not x.is_floating_point():
+            return raise_as_one_example(op, bdims, args, kwargs)
         check_randomness(op, level, kwargs)
-        mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
+        mask, mask_bdim = keep_mask(level, x, bdims[0], 1 - p, features)
         shift: Any = 0.0
         if alpha and p < 1:
             # Keeps the mean and variance when dropped values are SELU's lower limit.
@@ -353,103 +353,103 @@ def dropout_rule(alpha: bool, features: bool) -> Rule:
         elif p < 1:
             mask = mask / (1 - p)
         values: list[Any] = [x, mask]
-        where = [dims[0], mask_at]
+        where = [bdims[0], mask_bdim]
         if alpha and p < 1:
             values.append(shift)
-            where.append(mask_at)
-        aligned, at = align(values, where)
+            where.append(mask_bdim)
+        aligned, bdim = align(values, where)
         out = aligned[0] * aligned[1]
-        batched = dims[0] is not None or mask_at is not None
-        return (out + aligned[2] if alpha and p < 1 else out), at if batched else None
+        batched = bdims[0] is not None or mask_bdim is not None
+        return (out + aligned[2] if alpha and p < 1 else out), bdim if batched else None
 
     return rule
 
 
 @row("aten::native_dropout")
 def native_dropout(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result and the mask."""
     x, p, train = args
     if train is False:
-        return op(x, p, train), dims[0]
+        return op(x, p, train), bdims[0]
     check_randomness(op, level, kwargs)
-    at = dims[0]
-    if level.randomness == "different" or (level.randomness == "same" and at is None):
-        x, at = draw_shape_like(level, x, at)
-        return op(x, p, train), at
-    mask, mask_at = keep_mask(level, x, at, 1 - p)
-    (x, mask), at = align([x, mask], [at, mask_at])
+    bdim = bdims[0]
+    if level.randomness == "different" or (level.randomness == "same" and bdim is None):
+        x, bdim = draw_shape_like(level, x, bdim)
+        return op(x, p, train), bdim
+    mask, mask_bdim = keep_mask(level, x, bdim, 1 - p)
+    (x, mask), bdim = align([x, mask], [bdim, mask_bdim])
     scale = 0.0 if p == 1 else 1 / (1 - p)
     out = x * mask * scale
-    return (out, mask.to(torch.bool).expand(out.shape)), at
+    return (out, mask.to(torch.bool).expand(out.shape)), bdim
 
 
 @row("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
 def rrelu_with_noise(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw the slopes of negative values, and write them into ``noise``."""
     x, noise, lower, upper, training = with_defaults(args[:5], None, None, 1 / 8, 1 / 3, False)
     inplace = "noise_" in op.name()
-    at = dims[0]
+    bdim = bdims[0]
     if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace), at
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace), bdim
     check_randomness(op, level, kwargs)
-    if level.randomness == "same" and at is None and dims[1] is None:
+    if level.randomness == "same" and bdim is None and bdims[1] is None:
         return op(*args, **kwargs), None
-    if at is None or dims[1] is None:
+    if bdim is None or bdims[1] is None:
         refuse_inplace(op)
-    slopes = torch.where(x <= 0, _slopes(level, x, at, lower, upper), 1.0)
-    noise.copy_(slopes.movedim(at, dims[1]))
-    return (x.mul_(slopes) if inplace else x * slopes), at
+    slopes = torch.where(x <= 0, _slopes(level, x, bdim, lower, upper), 1.0)
+    noise.copy_(slopes.movedim(bdim, bdims[1]))
+    return (x.mul_(slopes) if inplace else x * slopes), bdim
 
 
-def _slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+def _slopes(level: RuleLevel, x: Tensor, bdim: int, lower: float, upper: float) -> Tensor:
     """Return uniform slopes that broadcast with ``x``. Only the signs of ``x`` are read."""
     if level.randomness == "split":
-        shape = logical_shape(x, at)
+        shape = logical_shape(x, bdim)
         u = distributions.uniform(samplers.draw_for(level, x.device, {}), math.prod(shape), x.dtype)
-        return samplers.in_shape(u * (upper - lower) + lower, shape).movedim(0, at)
+        return samplers.in_shape(u * (upper - lower) + lower, shape).movedim(0, bdim)
     if level.randomness == "same" and x.device.type == "cpu":
-        return _slopes_in_order(x, at, lower, upper)
-    like, drawn_at = draw_shape_like(level, x, at)
+        return _slopes_in_order(x, bdim, lower, upper)
+    like, drawn_at = draw_shape_like(level, x, bdim)
     slopes = torch.empty_like(like).uniform_(lower, upper)
-    return slopes.unsqueeze(at) if drawn_at is None else slopes.movedim(drawn_at, at)
+    return slopes.unsqueeze(bdim) if drawn_at is None else slopes.movedim(drawn_at, bdim)
 
 
-def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor:
     """Return the numbers that each example gets when it draws alone.
 
     On the CPU only elements that are not positive draw a number, in double precision and in
     element order. The number of an element therefore depends on the count of such elements before
     it.
     """
-    low = x.movedim(at, 0) <= 0
+    low = x.movedim(bdim, 0) <= 0
     count = low[:1].numel()
     drawn = torch.empty(count, dtype=torch.float64).uniform_(lower, upper)
     order = low.reshape(-1, max(count, 1)).cumsum(1).sub(1).clamp(min=0)
     slopes = drawn.to(x.dtype)[order].reshape(low.shape)
-    return slopes.movedim(0, at)
+    return slopes.movedim(0, bdim)
 
 
 @row("aten::rrelu")
 def rrelu(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``rrelu_with_noise``, without the noise."""
     x, lower, upper, training = with_defaults(args[:4], None, 1 / 8, 1 / 3, False)
-    at = dims[0]
+    bdim = bdims[0]
     if lower > upper:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), at
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), bdim
     check_randomness(op, level, kwargs)
-    if at is None:
+    if bdim is None:
         if level.randomness == "same":
             return op(*args, **kwargs), None
-        x, at = expand_to_front(x, None, level.batch_size), 0
-    return torch.where(x <= 0, x * _slopes(level, x, at, lower, upper), x), at
+        x, bdim = expand_to_front(x, None, level.batch_size), 0
+    return torch.where(x <= 0, x * _slopes(level, x, bdim, lower, upper), x), bdim
 
 
 rows(dropout_rule(False, False), "aten::dropout")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, expand_at, expand_to_front
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 LSTM = 2  # the kernel's number of an LSTM layer
 
@@ -49,37 +49,39 @@ def _layer(
     return torch.stack(out, 1), h, c
 
 
-def _state(x: Tensor, at: int | None, size: int) -> Tensor:
+def _state(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return a state as (batch, N, hidden); it can have a dim of size 1 for its one layer."""
-    x = expand_to_front(x, at, size)
+    x = expand_to_front(x, bdim, size)
     return x.squeeze(1) if x.dim() == 4 else x
 
 
 @row("aten::mkldnn_rnn_layer")
 def layer(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch an LSTM layer: NOTE [an LSTM layer and its gradient]."""
     x, *weights, h, c, reverse, batch_sizes, mode, _, _, biased = args[:13]
     size = level.batch_size
     if batch_sizes or mode != LSTM:
         return NotImplemented
-    if all(d is None for d in dims[1:5]):
-        x = expand_at(x, dims[0], size, 1).flatten(1, 2).contiguous()
-        states = [_state(v, d, size).flatten(0, 1) for v, d in ((h, dims[5]), (c, dims[6]))]
+    if all(bdim is None for bdim in bdims[1:5]):
+        x = expand_at(x, bdims[0], size, 1).flatten(1, 2).contiguous()
+        states = [_state(v, d, size).flatten(0, 1) for v, d in ((h, bdims[5]), (c, bdims[6]))]
         out, *states, memory = op(x, *weights, *(s.contiguous() for s in states), *args[7:])
         n = out.shape[1] // size
-        out, at = out.unflatten(1, (size, n)), 1
+        out, bdim = out.unflatten(1, (size, n)), 1
         states = [s.unflatten(0, (size, n)) for s in states]
     else:
-        x, *weights = [expand_to_front(v, d, size) for v, d in zip(args[:5], dims[:5], strict=True)]
-        states = [_state(v, d, size) for v, d in ((h, dims[5]), (c, dims[6]))]
+        x, *weights = [
+            expand_to_front(v, bdim, size) for v, bdim in zip(args[:5], bdims[:5], strict=True)
+        ]
+        states = [_state(v, d, size) for v, d in ((h, bdims[5]), (c, bdims[6]))]
         weights = weights if biased else weights[:2]
         out, *states = _layer(x, weights, states[0], states[1], reverse)
-        at, memory = 0, x.new_empty((0,), dtype=torch.uint8)
-    if h.dim() - (dims[5] is not None) == 3:
+        bdim, memory = 0, x.new_empty((0,), dtype=torch.uint8)
+    if h.dim() - (bdims[5] is not None) == 3:
         states = [s.unsqueeze(1) for s in states]
-    return (out, *states, memory), (at, 0, 0, None)
+    return (out, *states, memory), (bdim, 0, 0, None)
 
 
 def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def _gate_grads(
 
 @row("aten::mkldnn_rnn_layer_backward")
 def layer_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Recompute the gates and run the backward pass: NOTE [an LSTM layer and its gradient]."""
     reverse, mode, _, _, biased, _, _, batch_sizes = args[13:21]
@@ -126,8 +128,8 @@ def layer_backward(
         return NotImplemented
     size = level.batch_size
     full: list[Any] = [
-        None if v is None else expand_to_front(v, d, size)
-        for v, d in zip(args[:13], dims[:13], strict=True)
+        None if v is None else expand_to_front(v, bdim, size)
+        for v, bdim in zip(args[:13], bdims[:13], strict=True)
     ]
     x, w, u, b1, b2, h, c, out, _, _, grad_out, grad_h, grad_c = full
     shape = h.shape
@@ -151,13 +153,13 @@ def layer_backward(
 
 
 def _with_bias(
-    x: Tensor, at: int | None, bias: Tensor | None, p: int | None, size: int
+    x: Tensor, bdim: int | None, bias: Tensor | None, p: int | None, size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Fold the batch of the gates into the samples. A batched bias is added first."""
     if bias is not None and p is not None:
-        (x, bias), at = align((x, bias), (at, p))
+        (x, bias), bdim = align((x, bias), (bdim, p))
         x, bias = x + bias, None
-    return expand_to_front(x, at, size).flatten(0, 1).contiguous(), bias
+    return expand_to_front(x, bdim, size).flatten(0, 1).contiguous(), bias
 
 
 def _split(x: Tensor | None, size: int) -> Tensor | None:
@@ -166,29 +168,31 @@ def _split(x: Tensor | None, size: int) -> Tensor | None:
 
 @row("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
 def fused_cell(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
-    biases, positions = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
+    biases, positions = [*args[3:], None, None][:2], [*bdims[3:], None, None][:2]
     if (positions[0] is None) != (positions[1] is None):  # the kernel requires both biases or none
         positions = [0, 0]
-        biases = [expand_to_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
-    x, b = _with_bias(args[0], dims[0], biases[0], positions[0], size)
-    y, d = _with_bias(args[1], dims[1], biases[1], positions[1], size)
-    state = expand_to_front(args[2], dims[2], size).flatten(0, 1).contiguous()
+        biases = [
+            expand_to_front(b, bdim, size) for b, bdim in zip(biases, [*bdims[3:]], strict=True)
+        ]
+    x, b = _with_bias(args[0], bdims[0], biases[0], positions[0], size)
+    y, d = _with_bias(args[1], bdims[1], biases[1], positions[1], size)
+    state = expand_to_front(args[2], bdims[2], size).flatten(0, 1).contiguous()
     return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
 
 
 @row("aten::_thnn_fused_lstm_cell_backward_impl")
 def fused_lstm_cell_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The bias gradient is the sum of the gate gradients over each example's samples."""
     size = level.batch_size
     tensors = [
-        None if v is None else expand_to_front(v, d, size).flatten(0, 1).contiguous()
-        for v, d in zip(args[:5], dims[:5], strict=True)
+        None if v is None else expand_to_front(v, bdim, size).flatten(0, 1).contiguous()
+        for v, bdim in zip(args[:5], bdims[:5], strict=True)
     ]
     gates, state, _ = (_split(o, size) for o in op(*tensors, False))
     assert gates is not None
@@ -197,13 +201,13 @@ def fused_lstm_cell_backward(
 
 @row("aten::_thnn_fused_gru_cell_backward")
 def fused_gru_cell_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like the LSTM cell, with two biases, one for each part of the gates."""
     size = level.batch_size
     tensors = [
-        expand_to_front(v, d, size).flatten(0, 1).contiguous()
-        for v, d in zip(args[:2], dims[:2], strict=True)
+        expand_to_front(v, bdim, size).flatten(0, 1).contiguous()
+        for v, bdim in zip(args[:2], bdims[:2], strict=True)
     ]
     x, y, state, _, _ = (_split(o, size) for o in op(*tensors, False))
     assert x is not None and y is not None

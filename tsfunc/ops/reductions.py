@@ -27,13 +27,13 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
 
-def flatten_examples(x: Tensor, at: int) -> Tensor:
+def flatten_examples(x: Tensor, bdim: int) -> Tensor:
     """Return the tensor with its batch dim first and all logical dims flattened into one."""
-    x = batch_to_front(x, at)
+    x = batch_to_front(x, bdim)
     return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
 
@@ -53,9 +53,9 @@ def reduction(
     """
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x, at = args[0], dims[0]
+        x, bdim = args[0], bdims[0]
         if len(args) < position:
             args = [x, *with_defaults(args[1:], *between)]
         given = args[position] if len(args) > position else default
@@ -64,16 +64,16 @@ def reduction(
         if rank == 0:
             return _of_scalar(op, x, given, args, kwargs, position, keep), 0
         if isinstance(given, int):
-            target: Any = physical_dim(given, rank, at)
-            before = 1 if target < at else 0
+            target: Any = physical_dim(given, rank, bdim)
+            before = 1 if target < bdim else 0
         else:
             if given:
-                target = [physical_dim(dim, rank, at) for dim in given]
+                target = [physical_dim(dim, rank, bdim) for dim in given]
             else:
-                target = every_dim(rank, at)
-            before = sum([dim < at for dim in target])
+                target = every_dim(rank, bdim)
+            before = sum([dim < bdim for dim in target])
         out = op(x, *args[1:position], target, *args[position + 1 :], **kwargs)
-        return out, at if kept else at - before
+        return out, bdim if kept else bdim - before
 
     return shifted(*[Shift.SAME] * position, Shift.DIMS)(rule)
 
@@ -103,12 +103,12 @@ def over_all_dims(reduce: Callable[..., Any]) -> Rule:
     """Return the rule of a reduction over all dims; ``reduce(x, dims)`` reduces some dims."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x, at = args[0], dims[0]
+        x, bdim = args[0], bdims[0]
         if x.dim() == 1:
             x = x.unsqueeze(1)
-        return reduce(x, every_dim(x.dim() - 1, at), **kwargs), 0
+        return reduce(x, every_dim(x.dim() - 1, bdim), **kwargs), 0
 
     return rule
 
@@ -127,33 +127,33 @@ _keyword_keepdim = reduction(1, None)
 
 @shifted(Shift.SAME, Shift.DIMS)
 def variance(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
         kwargs = {**kwargs, "correction": -1}
-    return _keyword_keepdim(op, level, dims, args, kwargs)
+    return _keyword_keepdim(op, level, bdims, args, kwargs)
 
 
 @shifted(Shift.SAME, Shift.DIMS)
 def all_or_any(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """An empty list of dims reduces no dim; other reductions treat it as all dims."""
     if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
-        return op(*args, **kwargs), dims[0]
-    return _by_dims(op, level, dims, args, kwargs)
+        return op(*args, **kwargs), bdims[0]
+    return _by_dims(op, level, bdims, args, kwargs)
 
 
 @shifted(Shift.SAME, Shift.DIMS)
 def arg_extreme(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
-        return _by_dims(op, level, dims, args, kwargs)
-    x, at = args[0], dims[0]
-    out = op(flatten_examples(x, at), 1)
+        return _by_dims(op, level, bdims, args, kwargs)
+    x, bdim = args[0], bdims[0]
+    out = op(flatten_examples(x, bdim), 1)
     if len(args) > 2 and args[2]:
         out = out.reshape(out.shape + (1,) * (x.dim() - 1))
     return out, 0
@@ -161,48 +161,48 @@ def arg_extreme(
 
 @row("aten::aminmax")
 def aminmax(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is keyword-only.
 
     Without it all dims are reduced, and keepdim keeps each of size 1.
     """
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     dim, keepdim = kwargs.get("dim"), kwargs.get("keepdim", False)
     rank = x.dim() - 1
     if dim is None or rank == 0:
         wrap_dim(dim or 0, rank)
-        low, high = op(flatten_examples(x, at), dim=1)
+        low, high = op(flatten_examples(x, bdim), dim=1)
         shape = low.shape + ((1,) * rank if keepdim else ())
         return (low.reshape(shape), high.reshape(shape)), 0
-    target = physical_dim(dim, rank, at)
+    target = physical_dim(dim, rank, bdim)
     out = op(x, dim=target, keepdim=keepdim)
-    return out, at if keepdim or target > at else at - 1
+    return out, bdim if keepdim or target > bdim else bdim - 1
 
 
 @row("aten::prod")
 def prod(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the logical dims, because the kernel takes one dim."""
-    return torch.prod(flatten_examples(args[0], dims[0]), 1, **kwargs), 0
+    return torch.prod(flatten_examples(args[0], bdims[0]), 1, **kwargs), 0
 
 
 @row("aten::median")
 def median(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Median of all elements: the logical dims are flattened into one."""
-    x = flatten_examples(args[0], dims[0])
+    x = flatten_examples(args[0], bdims[0])
     return _with_shared_gradient(x, torch.median(x, 1).values), 0
 
 
 @row("aten::nanmedian")
 def nanmedian(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like median."""
-    x = flatten_examples(args[0], dims[0])
+    x = flatten_examples(args[0], bdims[0])
     return _with_shared_gradient(x, torch.nanmedian(x, 1).values), 0
 
 
@@ -220,14 +220,14 @@ def _with_shared_gradient(x: Tensor, extreme: Tensor) -> Tensor:
 
 @row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
 def norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Norm of all elements, by the overload that takes dims."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     p = 2 if len(args) < 2 or args[1] is None else args[1]
     if x.dim() == 1:
         x = x.unsqueeze(1)
-    over = every_dim(x.dim() - 1, at)
+    over = every_dim(x.dim() - 1, bdim)
     if kwargs:
         return torch.ops.aten.norm.ScalarOpt_dim_dtype(x, p, over, False, **kwargs), 0
     return torch.ops.aten.norm.ScalarOpt_dim(x, p, over, False), 0
@@ -235,40 +235,40 @@ def norm(
 
 @row("aten::dist")
 def dist(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the norm of the difference."""
-    (x, y), at = align(promote_scalars(args[:2], dims[:2]), dims)
+    (x, y), bdim = align(promote_scalars(args[:2], bdims[:2]), bdims)
     difference = x - y
-    return norm(op, level, [at], (difference, *args[2:]), {})
+    return norm(op, level, [bdim], (difference, *args[2:]), {})
 
 
 @row("aten::renorm")
 def renorm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Scale each slice by a factor from its norm: the kernel has no second dim for the batch."""
     x, p, dim, limit = args
-    at = dims[0]
+    bdim = bdims[0]
     if x.dim() < 3 or p <= 0 or limit < 0:
-        return raise_as_one_example(op, dims, args, kwargs)
-    target = physical_dim(dim, x.dim() - 1, at)
-    over = [d for d in range(x.dim()) if d != at and d != target]
+        return raise_as_one_example(op, bdims, args, kwargs)
+    target = physical_dim(dim, x.dim() - 1, bdim)
+    over = [d for d in range(x.dim()) if d != bdim and d != target]
     lengths = torch.linalg.vector_norm(x, p, over, True)
-    return x * torch.where(lengths > limit, limit / (lengths + 1e-7), 1.0).to(x.dtype), at
+    return x * torch.where(lengths > limit, limit / (lengths + 1e-7), 1.0).to(x.dtype), bdim
 
 
 @row("aten::renorm_")
 def renorm_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like renorm; the result is copied into the argument."""
-    if dims[0] is None:
+    if bdims[0] is None:
         refuse_inplace(op)
     x, *rest = args
     before = x.clone() if x.requires_grad else x  # the derivative needs this value
-    out = renorm(torch.ops.aten.renorm.default, level, dims, (before, *rest), kwargs)
-    return out if out is NotImplemented else (x.copy_(out[0]), dims[0])
+    out = renorm(torch.ops.aten.renorm.default, level, bdims, (before, *rest), kwargs)
+    return out if out is NotImplemented else (x.copy_(out[0]), bdims[0])
 
 
 def along_dim(tensors: int = 1) -> Rule:
@@ -278,22 +278,22 @@ def along_dim(tensors: int = 1) -> Rule:
     """
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x, at = args[0], dims[0]
+        x, bdim = args[0], bdims[0]
         if tensors == 1:
             values = [x]
         else:
-            at = next(dim for dim in dims if dim is not None)
+            bdim = next(bdim for bdim in bdims if bdim is not None)
             values = [
-                arg if dim == at else expand_at(arg, dim, level.batch_size, at)
-                for arg, dim in zip(args[:tensors], dims, strict=False)
+                arg if dim == bdim else expand_at(arg, dim, level.batch_size, bdim)
+                for arg, dim in zip(args[:tensors], bdims, strict=False)
             ]
         rank = values[0].dim() - 1
         dim = args[tensors] if len(args) > tensors else -1
         rest = args[tensors + 1 :]
         if rank:
-            return op(*values, physical_dim(dim, rank, at), *rest, **kwargs), at
+            return op(*values, physical_dim(dim, rank, bdim), *rest, **kwargs), bdim
         wrap_dim(dim, 0)
         out = op(*[v.unsqueeze(1) for v in values], 1, *rest, **kwargs)
         return (out.squeeze(1) if isinstance(out, Tensor) else [o.squeeze(1) for o in out]), 0
@@ -305,11 +305,11 @@ _along = along_dim()
 
 
 def along_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """In-place operators with one tensor: the result is written into it."""
-    _along(op, level, dims, args, kwargs)
-    return args[0], dims[0]
+    _along(op, level, bdims, args, kwargs)
+    return args[0], bdims[0]
 
 
 rows(
@@ -389,16 +389,16 @@ rows(along_dim(5), "aten::glu_backward_jvp")
 
 @row("aten::count_nonzero")
 def count_nonzero(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is an int or None; None is replaced by the list of all logical dims."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     dim = args[1] if len(args) > 1 else None
     if rank == 0:
         wrap_dim(dim or 0, 0)
         return torch.count_nonzero(x.unsqueeze(1), 1), 0
     if dim is None:
-        return torch.count_nonzero(x, every_dim(rank, at)), 0
-    target = physical_dim(dim, rank, at)
-    return op(x, target), at - (target < at)
+        return torch.count_nonzero(x, every_dim(rank, bdim)), 0
+    target = physical_dim(dim, rank, bdim)
+    return op(x, target), bdim - (target < bdim)

@@ -23,23 +23,23 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import function_name, logical_rank
-from tsfunc.ops.keywords import keyword_dim
-from tsfunc.ops.registry import Dims, Rule, RuleLevel
+from tsfunc.ops.keywords import keyword_bdim
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel
 
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
 
 
 def raise_as_one_example(
-    op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Raise torch's error for one example; return NotImplemented if torch accepts the call.
 
     The error has the type of torch's error. The shapes of the examples are appended to its
     message.
     """
-    padded = [*dims, *[None] * (len(args) - len(dims))][: len(args)]
-    examples = [_example(arg, at) for arg, at in zip(args, padded, strict=True)]
-    named = {name: _example(v, keyword_dim(dims, args, name)) for name, v in kwargs.items()}
+    padded = [*bdims, *[None] * (len(args) - len(bdims))][: len(args)]
+    examples = [_example(arg, bdim) for arg, bdim in zip(args, padded, strict=True)]
+    named = {name: _example(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items()}
     try:
         op(*examples, **named)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -54,20 +54,20 @@ def raise_as_one_example(
     return NotImplemented
 
 
-def _example(value: Any, at: Any) -> Any:
+def _example(value: Any, bdim: Any) -> Any:
     """Return the tensor of one example, which can be written to without a change of the batch."""
     if isinstance(value, list | tuple):
-        return _map_items(_example, value, at)
-    if not isinstance(value, Tensor) or at is None:
+        return _map_items(_example, value, bdim)
+    if not isinstance(value, Tensor) or bdim is None:
         return value
-    if value.shape[at] == 0:
-        return value.new_zeros([size for dim, size in enumerate(value.shape) if dim != at])
-    return value.select(at, 0).clone()
+    if value.shape[bdim] == 0:
+        return value.new_zeros([size for dim, size in enumerate(value.shape) if dim != bdim])
+    return value.select(bdim, 0).clone()
 
 
-def _map_items(function: Callable[[Any, Any], Any], values: Sequence[Any], at: Any) -> list[Any]:
-    """Apply a function to each item of a list and its batch dim; ``at`` is one dim, or a list."""
-    dims = at if isinstance(at, list | tuple) else [at] * len(values)
+def _map_items(function: Callable[[Any, Any], Any], values: Sequence[Any], bdim: Any) -> list[Any]:
+    """Apply a function to each item of a list and its batch dim; ``bdim`` is one dim, or a list."""
+    dims = bdim if isinstance(bdim, list | tuple) else [bdim] * len(values)
     return [function(value, dim) for value, dim in zip(values, dims, strict=True)]
 
 
@@ -80,39 +80,39 @@ def checked(rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def run(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            named = (_signature(v, keyword_dim(dims, args, name)) for name, v in kwargs.items())
-            key = (op, *map(_signature, args, dims), *kwargs, *named)
+            named = (_signature(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items())
+            key = (op, *map(_signature, args, bdims), *kwargs, *named)
             known = key in accepted
         except TypeError:  # a size is symbolic
             known = True
         if not known:
-            _check(op, level, dims, args, kwargs)
+            _check(op, level, bdims, args, kwargs)
             if len(accepted) >= _MOST:
                 accepted.clear()
             accepted.add(key)
-        return rule(op, level, dims, args, kwargs)
+        return rule(op, level, bdims, args, kwargs)
 
     return run
 
 
 def _check(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise torch's error if torch refuses the call for one example."""
-    named = {name: _zeros(v, keyword_dim(dims, args, name)) for name, v in kwargs.items()}
+    named = {name: _zeros(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items()}
     with level.outside():
         try:
-            op(*map(_zeros, args, dims), **named)
+            op(*map(_zeros, args, bdims), **named)
             return
         except Exception:
             pass  # the values may be the reason
-    raise_as_one_example(op, dims, args, kwargs)
+    raise_as_one_example(op, bdims, args, kwargs)
 
 
-def _signature(value: Any, at: Any) -> Any:
+def _signature(value: Any, bdim: Any) -> Any:
     """Return the part of an argument that decides if torch accepts a call.
 
     Raises:
@@ -122,34 +122,38 @@ def _signature(value: Any, at: Any) -> Any:
         shape = tuple(value.shape)
         if any(type(size) is not int for size in shape):
             raise TypeError
-        if at is not None:
-            shape = shape[:at] + shape[at + 1 :]
+        if bdim is not None:
+            shape = shape[:bdim] + shape[bdim + 1 :]
         return shape, value.dtype, value.device
     if isinstance(value, list | tuple):
-        return tuple(_map_items(_signature, value, at))
+        return tuple(_map_items(_signature, value, bdim))
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError
     return value
 
 
-def _zeros(value: Any, at: Any) -> Any:
+def _zeros(value: Any, bdim: Any) -> Any:
     """Return zeros in the shape of one example for a tensor; other values are unchanged."""
     if isinstance(value, Tensor):
-        shape = [size for dim, size in enumerate(value.shape) if dim != at]
+        shape = [size for dim, size in enumerate(value.shape) if dim != bdim]
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
     if isinstance(value, list | tuple):
-        return _map_items(_zeros, value, at)
+        return _map_items(_zeros, value, bdim)
     return value
 
 
-def ranks_at_least(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
+def ranks_at_least(bdims: BatchDims, args: Sequence[Any], *ranks: int) -> bool:
     """True if each of the first arguments, tensors, has at least the given logical rank."""
-    return all(logical_rank(x, at) >= rank for x, at, rank in zip(args, dims, ranks, strict=False))
+    return all(
+        logical_rank(x, bdim) >= rank for x, bdim, rank in zip(args, bdims, ranks, strict=False)
+    )
 
 
-def ranks_are(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
+def ranks_are(bdims: BatchDims, args: Sequence[Any], *ranks: int) -> bool:
     """True if each of the first arguments, tensors, has exactly the given logical rank."""
-    return all(logical_rank(x, at) == rank for x, at, rank in zip(args, dims, ranks, strict=False))
+    return all(
+        logical_rank(x, bdim) == rank for x, bdim, rank in zip(args, bdims, ranks, strict=False)
+    )
 
 
 def require(condition: Tensor, message: str) -> None:

@@ -3,7 +3,7 @@
 A row is declared once, in the file of its family::
 
     @row("aten::addbmm")
-    def addbmm(op, level, dims, args, kwargs): ...
+    def addbmm(op, level, bdims, args, kwargs): ...
 
     rows(pointwise, "aten::sin", "aten::add.Tensor")
 
@@ -12,14 +12,14 @@ The shape category of an operator is in the catalogue (``ops/catalogue``), for o
 without a row.
 
 NOTE [batching rules]
-A rule is ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``.
+A rule is ``rule(op, level, bdims, args, kwargs) -> (out, out_dims)``.
 
 ``op``
     the called operator: an ``OpOverload``. Rules that only pass it on (pointwise) also get a
     Python callable such as ``torch.sin``.
 ``level``
     the vmap level of the call: ``level.batch_size``, ``level.randomness``.
-``dims``
+``bdims``
     one entry for each of ``args``: the batch dim of that tensor (never negative), or None for an
     argument that is not batched. A list of tensors, at least one of them batched, has a list of
     such entries. At least one entry is not None.
@@ -110,8 +110,8 @@ class RuleLevel(Protocol):
         """Record that an operator is about to draw from the generator (None: torch's default)."""
 
 
-Dims = Sequence[Any]
-Rule = Callable[[Any, RuleLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
+BatchDims = Sequence[Any]
+Rule = Callable[[Any, RuleLevel, BatchDims, Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)

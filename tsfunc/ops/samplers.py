@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from tsfunc.ops import distributions
 from tsfunc.ops.dims import batch_to_front, function_name, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
-from tsfunc.ops.registry import Dims, RuleLevel
+from tsfunc.ops.registry import BatchDims, RuleLevel
 
 Sampler = Callable[..., Tensor]
 
@@ -143,10 +143,10 @@ def sampled(
     return in_shape(out, shape)
 
 
-def parameter_rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
+def parameter_rows(x: Tensor, bdim: int | None, shape: Sequence[Any]) -> Tensor:
     """Return a parameter as rows of float64 numbers: one row per example, or one row for all."""
     x = x.detach()
-    x = x.unsqueeze(0) if at is None else batch_to_front(x, at)
+    x = x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)
     x = unit_dims(x, 1, len(shape) - x.dim() + 1)
     return x.expand(x.shape[0], *shape).reshape(x.shape[0], math.prod(shape)).to(torch.float64)
 
@@ -160,22 +160,24 @@ def without_gradient(out: Tensor, *params: Any) -> Tensor:
     return out
 
 
-def broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
+def broadcast_shape(args: Sequence[Any], bdims: BatchDims) -> Sequence[Any]:
     """Return the broadcast shape of the parameters."""
     shapes = [
-        logical_shape(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)
+        logical_shape(x, bdim)
+        for x, bdim in zip(args, bdims, strict=False)
+        if isinstance(x, Tensor)
     ]
     return list(torch.broadcast_shapes(*shapes))
 
 
 def multinomial(
-    op: Any, draw: Philox, x: Tensor, at: int | None, number: int, replacement: bool
+    op: Any, draw: Philox, x: Tensor, bdim: int | None, number: int, replacement: bool
 ) -> Tensor:
     """Return drawn categories: by search in the cumulative weights.
 
     Without replacement, they have the largest weights after division by exponential numbers.
     """
-    weights = x.detach().unsqueeze(0) if at is None else batch_to_front(x.detach(), at)
+    weights = x.detach().unsqueeze(0) if bdim is None else batch_to_front(x.detach(), bdim)
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
     _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
     _require(
@@ -200,9 +202,9 @@ def multinomial(
 
 
 def _samples(
-    draw: Philox, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
+    draw: Philox, name: str, args: Sequence[Any], bdims: BatchDims, shape: Sequence[Any]
 ) -> Tensor:
-    params = [parameter_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
+    params = [parameter_rows(x, bdim, shape) for x, bdim in zip(args, bdims, strict=False)]
     if name == "aten::poisson":
         return distributions.poisson(draw, params[0])
     if name == "aten::binomial":
@@ -211,7 +213,7 @@ def _samples(
 
 
 def of_parameters(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Return numbers of distributions with tensor parameters: poisson, binomial, gamma, dirichlet.
 
@@ -220,21 +222,21 @@ def of_parameters(
     tensors = [x for x in args if isinstance(x, Tensor)]
     if len(args) > len(tensors):
         kwargs = {"generator": args[len(tensors)], **kwargs}
-    args, dims = tensors, dims[: len(tensors)]
-    shape, dtype = broadcast_shape(args, dims), args[0].dtype
+    args, bdims = tensors, bdims[: len(tensors)]
+    shape, dtype = broadcast_shape(args, bdims), args[0].dtype
     draw = draw_for(level, args[0].device, kwargs)
-    out = in_shape(_samples(draw, op_name(op), args, dims, shape), shape)
+    out = in_shape(_samples(draw, op_name(op), args, bdims, shape), shape)
     if op_name(op) == "aten::_sample_dirichlet":
         return (out / out.sum(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny).to(dtype)
     if op_name(op) == "aten::_standard_gamma":
         out = out.clamp_min(torch.finfo(dtype).tiny).to(dtype)
-        return _with_implicit_gradient(args[0], dims[0], out)
+        return _with_implicit_gradient(args[0], bdims[0], out)
     return without_gradient(out.to(dtype), *args)
 
 
-def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tensor:
+def _with_implicit_gradient(shape: Tensor, bdim: int | None, out: Tensor) -> Tensor:
     """Attach the derivative of gamma numbers by their parameter; torch has its formula."""
-    alpha = shape.unsqueeze(0) if at is None else batch_to_front(shape, at)
+    alpha = shape.unsqueeze(0) if bdim is None else batch_to_front(shape, bdim)
     plain = type(alpha) in (Tensor, torch.nn.Parameter)
     if plain and not alpha.requires_grad and forward_ad.unpack_dual(alpha).tangent is None:
         return out

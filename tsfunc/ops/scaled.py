@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, with_defaults
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 _FLOAT8 = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -23,27 +23,27 @@ _FLOAT8 = (
 _BY_TENSOR, _BY_ROW = 0, 1  # torch.nn.functional.ScalingType; other types scale blocks
 
 
-def _matrix(x: Tensor, at: int | None) -> Tensor:
+def _matrix(x: Tensor, bdim: int | None) -> Tensor:
     """Return a matrix, or a scale that broadcasts with one, with the batch dim first."""
-    if at is None:
+    if bdim is None:
         return x
-    x = batch_to_front(x, at)
+    x = batch_to_front(x, bdim)
     return x.reshape(x.shape[0], *[1] * (3 - x.dim()), *x.shape[1:])
 
 
-def _scaled(x: Tensor, at: int | None, scale: Tensor, scale_at: int | None) -> Tensor:
-    return _matrix(x, at).float() * _matrix(scale, scale_at)
+def _scaled(x: Tensor, bdim: int | None, scale: Tensor, scale_bdim: int | None) -> Tensor:
+    return _matrix(x, bdim).float() * _matrix(scale, scale_bdim)
 
 
-def _sum(out: Tensor, bias: Tensor | None, at: int | None, dtype: torch.dtype) -> Any:
-    out = (out if bias is None else out + _matrix(bias, at)).to(dtype)
+def _sum(out: Tensor, bias: Tensor | None, bdim: int | None, dtype: torch.dtype) -> Any:
+    out = (out if bias is None else out + _matrix(bias, bdim)).to(dtype)
     return out, 0 if out.dim() == 3 else None
 
 
 @row("aten::_scaled_mm")
 @checked
 def scaled_mm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return ``self @ mat2``, each multiplied by its scale.
 
@@ -51,8 +51,8 @@ def scaled_mm(
     loop runs such calls.
     """
     x, y, by_x, by_y, bias, by_out, dtype, _ = with_defaults(args, *[None] * 7, False)
-    p, q, s, t, b, *_ = with_defaults(dims, *[None] * 8)
-    if p is not None and all(at is None for at in dims[1:]) and by_x.numel() == 1:
+    p, q, s, t, b, *_ = with_defaults(bdims, *[None] * 8)
+    if p is not None and all(bdim is None for bdim in bdims[1:]) and by_x.numel() == 1:
         rows = batch_to_front(x, p)
         return op(rows.flatten(0, 1), *args[1:]).unflatten(0, rows.shape[:2]), 0
     dtype = dtype or x.dtype
@@ -64,7 +64,7 @@ def scaled_mm(
 @row("aten::_scaled_mm_v2")
 @checked
 def scaled_mm_v2(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``scaled_mm``, with lists of scales.
 
@@ -76,6 +76,6 @@ def scaled_mm_v2(
     kinds = [*of_x, *of_y]
     if len(kinds) != 2 or not {*kinds} <= {_BY_TENSOR, _BY_ROW} or contracted:
         return NotImplemented
-    s, t = (None if at is None else at[0] for at in (dims[2], dims[5]))
-    product = _scaled(x, dims[0], by_x[0], s) @ _scaled(y, dims[1], by_y[0], t)
-    return _sum(product, bias, dims[8], dtype or x.dtype)
+    s, t = (None if bdim is None else bdim[0] for bdim in (bdims[2], bdims[5]))
+    product = _scaled(x, bdims[0], by_x[0], s) @ _scaled(y, bdims[1], by_y[0], t)
+    return _sum(product, bias, bdims[8], dtype or x.dtype)

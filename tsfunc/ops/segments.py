@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front, logical_rank, wrap_dim
-from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.keywords import keyword_bdim, takes_keywords
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
 
 
 @row(*NAMES)
 def segment_reduce(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is one more leading dim; each example has its own segments.
 
@@ -25,12 +25,12 @@ def segment_reduce(
     """
     size = level.batch_size
     *tensors, reduction = args
-    rank = logical_rank(tensors[-1], dims[len(tensors) - 1])
-    batched = [expand_to_front(x, d, size) for x, d in zip(tensors, dims, strict=False)]
+    rank = logical_rank(tensors[-1], bdims[len(tensors) - 1])
+    batched = [expand_to_front(x, bdim, size) for x, bdim in zip(tensors, bdims, strict=False)]
     named = dict(kwargs)
     for name in ("lengths", "offsets"):
         if isinstance(named.get(name), Tensor):
-            named[name] = expand_to_front(named[name], keyword_dim(dims, args, name), size)
+            named[name] = expand_to_front(named[name], keyword_bdim(bdims, args, name), size)
     if "unsafe" in named or len(tensors) == 1:  # the kernel's checks compute the least length
         named["unsafe"] = named.get("unsafe", False) or size == 0
     named["axis"] = wrap_dim(named.get("axis", 0), rank) + 1

@@ -20,46 +20,46 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap_dim,
 )
-from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 from tsfunc.ops.splitting import agree
 from tsfunc.user_code import user_location
 
 
-def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
+def _line(x: Tensor, bdim: int, dim: int) -> tuple[Tensor, int, bool]:
     """Return the tensor, its physical dim, and True if it was a scalar and got a dim."""
     if x.dim() == 1:
         return x.unsqueeze(1), 1 + wrap_dim(dim, 0), True
-    return x, physical_dim(dim, x.dim() - 1, at), False
+    return x, physical_dim(dim, x.dim() - 1, bdim), False
 
 
 @row("aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
 def sort(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is positional, or a keyword argument of the stable overloads."""
     x = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    x, dim, alone = _line(x, dims[0], dim)
+    x, dim, alone = _line(x, bdims[0], dim)
     if op.name().endswith("stable"):
         out = op(x, **{**kwargs, "dim": dim})
     else:
         out = op(x, dim, *args[2:], **kwargs)
     if alone:
         out = out.squeeze(1) if isinstance(out, Tensor) else tuple(o.squeeze(1) for o in out)
-    return out, dims[0]
+    return out, bdims[0]
 
 
 @row("aten::topk")
 def topk(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
-    x, dim, alone = _line(x, dims[0], rest[0] if rest else -1)
+    x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
     out = op(x, k, dim, *rest[1:], **kwargs)
-    return (tuple(o.squeeze(1) for o in out) if alone and k == 1 else tuple(out)), dims[0]
+    return (tuple(o.squeeze(1) for o in out) if alone and k == 1 else tuple(out)), bdims[0]
 
 
 def _search(
@@ -84,11 +84,11 @@ def _search(
 
 @row("aten::searchsorted.Tensor")
 def searchsorted(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Sequences with several dims match the rows of values with the same leading dims."""
-    s = keyword_dim(dims, args, "sorter")
-    return _search(args[0], dims[0], args[1], dims[1], level.batch_size, kwargs, s)
+    s = keyword_bdim(bdims, args, "sorter")
+    return _search(args[0], bdims[0], args[1], bdims[1], level.batch_size, kwargs, s)
 
 
 takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sorter")
@@ -96,47 +96,47 @@ takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sort
 
 @row("aten::searchsorted.Scalar")
 def searchsorted_number(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Search one number in the sequence of each example."""
     x = torch.as_tensor(args[1], device=args[0].device)
     x = x.to(torch.get_default_dtype()) if isinstance(args[1], float) else x
-    s = keyword_dim(dims, args, "sorter")
-    return _search(args[0], dims[0], x, None, level.batch_size, kwargs, s)
+    s = keyword_bdim(bdims, args, "sorter")
+    return _search(args[0], bdims[0], x, None, level.batch_size, kwargs, s)
 
 
 @row("aten::bucketize.Tensor")
 def bucketize(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call searchsorted with the arguments in reverse order."""
-    if dims[1] is None:
-        return op(args[0].contiguous(), args[1], **kwargs), dims[0]
-    return _search(args[1], dims[1], args[0], dims[0], level.batch_size, kwargs)
+    if bdims[1] is None:
+        return op(args[0].contiguous(), args[1], **kwargs), bdims[0]
+    return _search(args[1], bdims[1], args[0], bdims[0], level.batch_size, kwargs)
 
 
 @row("aten::bucketize.Scalar")
 def bucketize_number(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Search one number in the boundaries of each example."""
-    return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
+    return searchsorted_number(op, level, (bdims[1], None), (args[1], args[0]), kwargs)
 
 
 @row("aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::isin.Scalar_Tensor")
 @checked
 def isin(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Look up all elements in shared values at once, or compare each with its example's values."""
     elements, values = args
-    if dims[1] is None:
+    if bdims[1] is None:
         # Elements that are unique in each example can occur in several examples.
-        return op(elements, values, **{**kwargs, "assume_unique": False}), dims[0]
-    values = flatten_logical(batch_to_front(values, dims[1]))
+        return op(elements, values, **{**kwargs, "assume_unique": False}), bdims[0]
+    values = flatten_logical(batch_to_front(values, bdims[1]))
     if isinstance(elements, Tensor):
-        rank = logical_rank(elements, dims[0])
-        elements = align_batch_dim(elements, dims[0], rank).unsqueeze(-1)
+        rank = logical_rank(elements, bdims[0])
+        elements = align_batch_dim(elements, bdims[0], rank).unsqueeze(-1)
         values = unit_dims(values, 1, rank)
     found = (elements == values).any(-1)
     return found.logical_not() if kwargs.get("invert") else found, 0
@@ -144,7 +144,7 @@ def isin(
 
 @row("aten::one_hot")
 def one_hot(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare the indices with each class.
 
@@ -152,7 +152,7 @@ def one_hot(
         DataDependentError: ``num_classes`` is missing, and the vmap does not split batches.
     """
     count = args[1] if len(args) > 1 else -1
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     if count == -1:
         if level.splitter is None:
             raise DataDependentError(
@@ -165,7 +165,7 @@ def one_hot(
         agree(op, level, most)
         count = int(most[0]) + 1
     if (type(count) is int and count < 1) or x.dtype is not torch.int64:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     require(
         ((x >= 0) & (x < count)).flatten(),
         f"Class values must be non-negative and smaller than num_classes ({count}).",

@@ -31,7 +31,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.dynamic import refuse_dynamic_size
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
 from tsfunc.ops.splitting import agree
 
@@ -54,8 +54,8 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
     (y, q), vector = _transposed(y, q), ranks[0] == 1
     if vector:
         return _times(y, q, x, p)
-    out, at = _times(y, q, *_transposed(x, p))
-    return batch_to_front(out, at).transpose(1, 2), 0
+    out, bdim = _times(y, q, *_transposed(x, p))
+    return batch_to_front(out, bdim).transpose(1, 2), 0
 
 
 def _is_coo(x: Tensor) -> bool:
@@ -95,9 +95,11 @@ def sparse_product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
     return product(x, p, y, q)
 
 
-def _transposed(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def _transposed(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     """Return the transposed matrix."""
-    return (x.transpose(0, 1), None) if at is None else (batch_to_front(x, at).transpose(1, 2), 0)
+    return (
+        (x.transpose(0, 1), None) if bdim is None else (batch_to_front(x, bdim).transpose(1, 2), 0)
+    )
 
 
 def _times(
@@ -152,82 +154,82 @@ def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any
 
 @row("aten::_sparse_mm")
 def sparse_mm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``torch.sparse.mm`` of a sparse and a dense matrix, in either order."""
-    return product(args[0], dims[0], args[1], dims[1], op)
+    return product(args[0], bdims[0], args[1], bdims[1], op)
 
 
 @row("aten::_sparse_addmm")
 def sparse_addmm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return ``beta`` times a matrix plus ``alpha`` times a product."""
-    if dims[1] is None and dims[2] is None:
+    if bdims[1] is None and bdims[2] is None:
         product_of: Any = torch.sparse.mm(args[1], args[2]), None
     else:
-        product_of = product(args[1], dims[1], args[2], dims[2], torch.sparse.mm)
+        product_of = product(args[1], bdims[1], args[2], bdims[2], torch.sparse.mm)
     if product_of is NotImplemented:
         return NotImplemented
-    out, at = product_of
+    out, bdim = product_of
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     out = out if alpha == 1 else out * alpha
     if beta == 0:
-        return out, at
-    (added, out), at = align((args[0], out), (dims[0], at))
-    return added * beta + out, at
+        return out, bdim
+    (added, out), bdim = align((args[0], out), (bdims[0], bdim))
+    return added * beta + out, bdim
 
 
 def sparse_sum_of_product(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``addmm`` of sparse tensors, called after the rule of dense tensors raised an error."""
     if not is_sparse(args[1]) and not is_sparse(args[2]):
         raise
-    return sparse_addmm(op, level, dims, args, kwargs)
+    return sparse_addmm(op, level, bdims, args, kwargs)
 
 
-def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
+def linear(op: Any, bdims: BatchDims, args: Sequence[Any]) -> Any:
     """Multiply rows by a sparse weight matrix, and add the bias."""
     x, weight, *bias = args
-    at, q, *r = dims
+    bdim, q, *r = bdims
     if q is None:
-        rows_of_all = batch_to_front(x, at)
-        out, at = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
+        rows_of_all = batch_to_front(x, bdim)
+        out, bdim = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
     else:
-        turned, p = (x, at) if logical_rank(x, at) == 1 else _transposed(x, at)
+        turned, p = (x, bdim) if logical_rank(x, bdim) == 1 else _transposed(x, bdim)
         multiplied = product(weight, q, turned, p)
         if multiplied is NotImplemented:
             return NotImplemented
-        out, at = multiplied
+        out, bdim = multiplied
         out = out if turned is x else out.transpose(1, 2)
     if bias and bias[0] is not None:
-        (out, added), at = align((out, bias[0]), (at, r[0]))
+        (out, added), bdim = align((out, bias[0]), (bdim, r[0]))
         out = out + added
-    return out, at
+    return out, bdim
 
 
 @row("aten::_sparse_mm.reduce")
 def sparse_mm_reduce(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each column is reduced separately, so the examples become further columns."""
-    x, p = args[0], dims[0]
+    x, p = args[0], bdims[0]
     if p is not None:
-        out = op(*as_one_matrix(x, args[1], dims[1]), *args[2:], **kwargs)
+        out = op(*as_one_matrix(x, args[1], bdims[1]), *args[2:], **kwargs)
         return out.unflatten(0, (x.shape[0], x.shape[1])), 0
-    columns = args[1].movedim(dims[1], -1)
+    columns = args[1].movedim(bdims[1], -1)
     out = op(args[0], columns.flatten(1), *args[2:], **kwargs)
     return out.unflatten(1, columns.shape[1:]), 2
 
 
 @row("aten::_sparse_mm_reduce_impl")
 def sparse_mm_reduce_impl(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the product, and for its derivative the stored element that each result is from."""
-    x = batch_of(args[0], dims[0], level.batch_size)
-    y = expand_to_front(args[1], dims[1], level.batch_size).flatten(0, 1)
+    x = batch_of(args[0], bdims[0], level.batch_size)
+    y = expand_to_front(args[1], bdims[1], level.batch_size).flatten(0, 1)
     one, shape = diagonal(x), x.shape[:2]
     out, chosen = op(one, y, *args[2:])
     if args[2] not in ("amax", "amin"):
@@ -255,14 +257,16 @@ def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 @row("aten::_sparse_mm_reduce_impl_backward")
 def sparse_mm_reduce_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Use the block-diagonal matrix, as the product does."""
     size = level.batch_size
-    x = batch_of(args[0], dims[0], size)
+    x = batch_of(args[0], bdims[0], size)
     grad, weight, chosen = (
-        expand_to_front(arg, dim, size) if arg.numel() else arg
-        for arg, dim in zip((args[1], args[2], args[4]), (dims[1], dims[2], dims[4]), strict=True)
+        expand_to_front(arg, bdim, size) if arg.numel() else arg
+        for arg, bdim in zip(
+            (args[1], args[2], args[4]), (bdims[1], bdims[2], bdims[4]), strict=True
+        )
     )
     if chosen.numel():
         chosen = _convert_indices(chosen, x.values().shape[1], 1).flatten(0, 1)
@@ -289,26 +293,26 @@ def _convert_indices(chosen: Tensor, stored: int, sign: int) -> Tensor:
 
 @row("aten::_to_sparse.sparse_dim")
 def to_sparse_dims(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim becomes an additional sparse dim."""
-    return op(batch_to_front(args[0], dims[0]), args[1] + 1), 0
+    return op(batch_to_front(args[0], bdims[0]), args[1] + 1), 0
 
 
 @row("aten::_to_sparse")
 def to_sparse(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compressed layouts have batch dims too, and these also come first."""
-    return op(batch_to_front(args[0], dims[0]), **kwargs), 0
+    return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
 
 
 @row("aten::to_sparse")
 def to_sparse_of_any(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
-    return op(batch_to_front(args[0], dims[0]), **kwargs), 0
+    return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
 
 
 @row(
@@ -316,10 +320,10 @@ def to_sparse_of_any(
     "aten::_to_sparse_csr", "aten::_to_sparse_csc", "aten::_to_sparse_bsr", "aten::_to_sparse_bsc",
 )  # fmt: skip
 def to_compressed(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """All examples must store the same number of elements."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     if x.layout is torch.sparse_coo:
         x, args = _rows_compressed(op, level, x), [args[0], *args[1:]]
     elif x.layout is torch.strided and x.dim() == 3 and level.batch_size > 1:
@@ -351,10 +355,10 @@ def _same_number(op: Any, level: RuleLevel, counts: Tensor, instead: str) -> Non
 
 @row("aten::_sparse_sum.dim")
 def sparse_sum(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A result without sparse dims is dense, and then the batch of results is dense too."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
     out = op(x, [wrap_dim(dim, rank) + 1 for dim in args[1]], **kwargs)
     left = set(range(x.sparse_dim() - 1)) - {wrap_dim(dim, rank) for dim in args[1]}
@@ -363,55 +367,55 @@ def sparse_sum(
 
 @row("aten::_sparse_sum_backward")
 def sparse_sum_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is a sparse dim that is not reduced, so the gradient is sparse too."""
     size = level.batch_size
-    x = batched_sparse(args[1], dims[1], size)
+    x = batched_sparse(args[1], bdims[1], size)
     grad = args[0]
     if is_sparse(grad):
-        grad = batched_sparse(grad, dims[0], size)
+        grad = batched_sparse(grad, bdims[0], size)
     else:
-        grad = expand_to_front(grad, dims[0], size).to_sparse(1)
+        grad = expand_to_front(grad, bdims[0], size).to_sparse(1)
     return op(grad, x, [wrap_dim(dim, x.dim() - 1) + 1 for dim in args[2]]), 0
 
 
 @row("aten::_sparse_softmax_backward_data", "aten::_sparse_log_softmax_backward_data")
 def sparse_softmax_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift the dim past the batch dim, as the softmax does."""
     grad, out, dim, x = args
     size = level.batch_size
     grad, out, x = (
-        batched_sparse(value, at, size)
-        for value, at in ((grad, dims[0]), (out, dims[1]), (x, dims[3]))
+        batched_sparse(value, bdim, size)
+        for value, bdim in ((grad, bdims[0]), (out, bdims[1]), (x, bdims[3]))
     )
     return op(grad, out, wrap_dim(dim, x.dim() - 1) + 1, x), 0
 
 
 @row("aten::_sparse_softmax", "aten::_sparse_log_softmax")
 def sparse_softmax(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Normalize over the stored elements of a dim."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     return op(x, wrap_dim(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
 
 
 @row("aten::_sparse_sum", "aten::_sparse_sum.dtype")
 def sparse_sum_of_all(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return one dense number for each example."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     rest = list(range(1, x.dim()))
     return torch.sparse.sum(x, rest, **kwargs).to_dense() if rest else x.to_dense(), 0
 
 
 @row("aten::_nnz")
 def stored_count(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the largest number of elements that an example stores.
 
@@ -424,37 +428,38 @@ def stored_count(
     if not torch.ops.aten._nnz.default(x):
         return 0, None
     return int(
-        torch.ops.aten._indices.default(batch_to_front(x, dims[0]))[0].bincount().max()
+        torch.ops.aten._indices.default(batch_to_front(x, bdims[0]))[0].bincount().max()
     ), None
 
 
 @row("aten::_sparse_mask_projection")
 def sparse_mask_projection(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The transpose of ``sparse_mask``, for two sparse tensors."""
     x, mask = (
-        batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims[:2], strict=False)
+        batched_sparse(arg, bdim, level.batch_size)
+        for arg, bdim in zip(args, bdims[:2], strict=False)
     )
     return op(x, mask, *args[2:]), 0
 
 
 @row("aten::indices", "aten::_indices")
 def indices(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the indices within each example."""
-    return _stored(op, level, batch_to_front(args[0], dims[0]))[0].movedim(2, 1), 0
+    return _stored(op, level, batch_to_front(args[0], bdims[0]))[0].movedim(2, 1), 0
 
 
 @row("aten::values", "aten::_values")
 def values(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the stored elements of each example."""
     if is_compressed(args[0]):
-        return op(args[0]), dims[0]
-    return _stored(op, level, batch_to_front(args[0], dims[0]))[1], 0
+        return op(args[0]), bdims[0]
+    return _stored(op, level, batch_to_front(args[0], bdims[0]))[1], 0
 
 
 def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -479,15 +484,15 @@ def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @row("aten::_coalesce")
 def coalesce(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index of the example is part of each index, so examples are coalesced separately."""
-    return args[0].coalesce(), dims[0]
+    return args[0].coalesce(), bdims[0]
 
 
 @row("aten::is_coalesced")
 def is_coalesced(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The examples are coalesced if the batch is."""
     return op(args[0]), None
@@ -495,7 +500,7 @@ def is_coalesced(
 
 @row("aten::sparse_dim")
 def sparse_dim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim counts as one sparse dim, which is subtracted."""
     return op(args[0]) - is_sparse(args[0]), None
@@ -503,7 +508,7 @@ def sparse_dim(
 
 @row("aten::dense_dim")
 def dense_dim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """All dims of a strided tensor are dense, so there the batch dim is subtracted."""
     return op(args[0]) - (not is_sparse(args[0])), None
@@ -511,14 +516,14 @@ def dense_dim(
 
 @row("aten::_sparse_coo_tensor_with_dims_and_tensors")
 def sparse_coo_tensor(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index of the example becomes an additional row of the indices."""
     sparse, dense, size, positions, stored = args
     count = level.batch_size
     positions, stored = (
-        expand_to_front(positions, dims[3], count),
-        expand_to_front(stored, dims[4], count),
+        expand_to_front(positions, bdims[3], count),
+        expand_to_front(stored, bdims[4], count),
     )
     examples = torch.arange(count, device=positions.device)[:, None].expand(
         count, positions.shape[2]
@@ -529,18 +534,18 @@ def sparse_coo_tensor(
 
 @row("aten::sparse_mask")
 def sparse_mask(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the values of a tensor at the indices that the mask stores."""
-    x, mask = expand_to_front(args[0], dims[0], level.batch_size), args[1]
+    x, mask = expand_to_front(args[0], bdims[0], level.batch_size), args[1]
     if is_compressed(mask):
-        return op(x, batch_of(mask, dims[1], level.batch_size)), 0
-    return op(x, batched_sparse(mask, dims[1], level.batch_size)), 0
+        return op(x, batch_of(mask, bdims[1], level.batch_size)), 0
+    return op(x, batched_sparse(mask, bdims[1], level.batch_size)), 0
 
 
 @row("aten::_to_dense", "aten::to_dense")
 def to_dense(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Every dim keeps its position."""
-    return op(*args, **kwargs), dims[0]
+    return op(*args, **kwargs), bdims[0]

@@ -22,7 +22,7 @@ from tsfunc.ops.compressed import (
 )
 from tsfunc.ops.dims import align, batch_to_front, op_name, unit_dims
 from tsfunc.ops.dynamic import refuse_dynamic_size
-from tsfunc.ops.registry import Dims, RuleLevel
+from tsfunc.ops.registry import BatchDims, RuleLevel
 
 _SUMS = frozenset({"add", "sub", "subtract"})
 _PRODUCTS = frozenset({"mul", "multiply"})
@@ -30,7 +30,7 @@ _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 
 
 def sparse_elementwise(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two tensors, at least one of them sparse.
 
@@ -41,17 +41,17 @@ def sparse_elementwise(
     name = op_name(op).rpartition("::")[2].partition(".")[0]
     if len(args) != 2 or not any(is_sparse(x) for x in args):
         raise
-    (x, y), (p, q) = args, dims
+    (x, y), (p, q) = args, bdims
     size = level.batch_size
     if name in _SUMS:
         if is_sparse(x) and is_sparse(y):
-            return _combine_sparse(op, level, dims, args, kwargs)
+            return _combine_sparse(op, level, bdims, args, kwargs)
         dense = [_dense(x) if p is None else x, _dense(y) if q is None else y]
-        aligned, at = align(dense, dims)
+        aligned, bdim = align(dense, bdims)
         sizes = torch.broadcast_shapes(*[part.shape for part in aligned])
-        return op(*[_expanded(part, sizes) for part in aligned], **kwargs), at
+        return op(*[_expanded(part, sizes) for part in aligned], **kwargs), bdim
     if name in _PRODUCTS and is_sparse(x) and is_sparse(y):
-        return _combine_sparse(op, level, dims, args, kwargs)
+        return _combine_sparse(op, level, bdims, args, kwargs)
     if name in _PRODUCTS and is_sparse(y):
         (x, p), (y, q) = (y, q), (x, p)
     if name in _PRODUCTS or (name in _QUOTIENTS and not is_sparse(y)):
@@ -79,21 +79,23 @@ def _expanded(x: Tensor, sizes: Sequence[Any]) -> Tensor:
     return x if x.is_sparse else x.expand(sizes)
 
 
-def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
+def batched_sparse(x: Tensor, bdim: int | None, size: int) -> Tensor:
     """Return a sparse tensor with its batch dim first; an unbatched one is copied per example."""
     if is_compressed(x):
-        return batch_of(x, at, size)
-    return batch_to_front(x, at) if at is not None else torch.stack([x] * size)
+        return batch_of(x, bdim, size)
+    return batch_to_front(x, bdim) if bdim is not None else torch.stack([x] * size)
 
 
 def _combine_sparse(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two sparse tensors; compressed matrices are combined as one block-diagonal matrix.
 
     All examples of a compressed result must store the same number of elements.
     """
-    x, y = (batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims, strict=True))
+    x, y = (
+        batched_sparse(arg, bdim, level.batch_size) for arg, bdim in zip(args, bdims, strict=True)
+    )
     if is_compressed(x) and is_compressed(y) and x.dim() == y.dim() == 3:
         return _diagonal_blocks(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
     return op(x, y, **kwargs), 0

@@ -18,63 +18,63 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
 
 
 @row("aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r")
 def fourier(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The second argument has the dims; other arguments do not refer to dims."""
-    x, at = args[0], dims[0]
-    return op(x, physical_dims(args[1], x.dim() - 1, at), *args[2:], **kwargs), at
+    x, bdim = args[0], bdims[0]
+    return op(x, physical_dims(args[1], x.dim() - 1, bdim), *args[2:], **kwargs), bdim
 
 
 def along_one(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch ``f(x, n, dim, norm)``."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     n, dim, norm = with_defaults(args[1:], None, -1, None)
-    return op(x, n, physical_dim(dim, x.dim() - 1, at), norm), at
+    return op(x, n, physical_dim(dim, x.dim() - 1, bdim), norm), bdim
 
 
 def along_several(default: Sequence[int] | None) -> Rule:
     """Batch ``f(x, sizes, dims, norm)``; ``dims`` has a default, or one dim per size."""
 
     def rule(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x, at = args[0], dims[0]
+        x, bdim = args[0], bdims[0]
         rank = x.dim() - 1
         sizes, along, norm = with_defaults(args[1:], None, default, None)
         if rank == 0 or (along is None and sizes is not None and len(sizes) > rank):
-            raise_as_one_example(op, dims, args, kwargs)
+            raise_as_one_example(op, bdims, args, kwargs)
             if rank or along or sizes:
                 return NotImplemented
             # torch accepts a scalar, which has no dim to transform.
             return op(x.unsqueeze(1), None, [1], norm).squeeze(1), 0
         if along is None and sizes is not None:
             along = range(rank - len(sizes), rank)
-        target = every_dim(rank, at) if along is None else physical_dims(along, rank, at)
-        return op(x, sizes, target, norm), at
+        target = every_dim(rank, bdim) if along is None else physical_dims(along, rank, bdim)
+        return op(x, sizes, target, norm), bdim
 
     return rule
 
 
 def shifted(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift each dim by half of its size, all dims by default."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 0:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     if len(args) > 1 and args[1] is not None:
-        return op(x, physical_dims(args[1], rank, at)), at
-    return op(x, every_dim(rank, at)), at
+        return op(x, physical_dims(args[1], rank, bdim)), bdim
+    return op(x, every_dim(rank, bdim)), bdim
 
 
 _ONE = "fft ifft rfft irfft hfft ihfft".split()
@@ -141,16 +141,16 @@ def _with_windows(x: Tensor, window: Tensor, rest: Sequence[Any]) -> Tensor:
 @row("aten::istft")
 @checked
 def istft(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The examples of a shared window are more channels; torch checks the window's values."""
     x, *rest = args
-    window_dim = dims[4] if len(dims) > 4 else None
+    window_dim = bdims[4] if len(bdims) > 4 else None
     if window_dim is not None:
         size = level.batch_size
         window = expand_to_front(args[4], window_dim, size)
-        return _with_windows(expand_to_front(x, dims[0], size), window, rest), 0
-    x = batch_to_front(x, dims[0])
+        return _with_windows(expand_to_front(x, bdims[0], size), window, rest), 0
+    x = batch_to_front(x, bdims[0])
     if x.dim() == 3:
         return op(x, *rest), 0
     out = op(x.flatten(0, 1), *rest)

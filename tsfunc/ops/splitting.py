@@ -52,22 +52,22 @@ def _kind(result: Any) -> Any:
     return type(result), repr(result)
 
 
-def take_examples(x: Tensor, at: int, positions: Tensor) -> Tensor:
+def take_examples(x: Tensor, bdim: int, positions: Tensor) -> Tensor:
     """Return some of the examples: a view if they are adjacent, else a copy in the same layout."""
     count = len(positions)
     if is_compressed(x):
         return select_examples(x, positions.to(x.device))
     if x.layout is not torch.strided:
-        return x.index_select(at, positions.to(x.device))
+        return x.index_select(bdim, positions.to(x.device))
     if count == 0 or int(positions[-1]) - int(positions[0]) + 1 == count:
-        return x.narrow(at, int(positions[0]) if count else 0, count)
+        return x.narrow(bdim, int(positions[0]) if count else 0, count)
     strides = x.stride()
-    if strides[at] == 0:
-        return x.narrow(at, 0, count)
+    if strides[bdim] == 0:
+        return x.narrow(bdim, 0, count)
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     if order == sorted(order):
-        return x.index_select(at, positions.to(x.device))
-    laid = x.permute(order).index_select(order.index(at), positions.to(x.device))
+        return x.index_select(bdim, positions.to(x.device))
+    laid = x.permute(order).index_select(order.index(bdim), positions.to(x.device))
     return laid.permute([order.index(dim) for dim in range(x.dim())])
 
 
@@ -133,9 +133,9 @@ def _bits(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def comparison_rows(value: torch.Tensor, at: int, name: str) -> torch.Tensor:
+def comparison_rows(value: torch.Tensor, bdim: int, name: str) -> torch.Tensor:
     """Return a row per example; equal rows mean that a method returns equal results for them."""
-    value = value.movedim(at, 0)
+    value = value.movedim(bdim, 0)
     if name in ("__bool__", "is_nonzero"):
         return value != 0
     if name in ("__int__", "__index__") and value.is_floating_point():

@@ -14,81 +14,81 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, expand_to_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, aten_names, row, rows
+from tsfunc.ops.registry import BatchDims, RuleLevel, aten_names, row, rows
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
-def uniform(args: Sequence[Any], dims: Dims) -> bool:
+def uniform(args: Sequence[Any], bdims: BatchDims) -> bool:
     """True if all tensors have the same batch dim and rank, so that they need no alignment."""
-    lead = dims[0]
+    lead = bdims[0]
     if lead is None:
         return False
     rank = args[0].dim()
     for i in range(1, len(args)):
         arg = args[i]
-        if isinstance(arg, Tensor) and (dims[i] != lead or arg.dim() != rank):
+        if isinstance(arg, Tensor) and (bdims[i] != lead or arg.dim() != rank):
             return False
     return True
 
 
 def pointwise(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
         count = len(args)
         if count == 1:
-            return op(args[0], **kwargs), dims[0]
+            return op(args[0], **kwargs), bdims[0]
         if count == 2:
             x, y = args
-            at, other = dims
+            bdim, other = bdims
             if other is None:
                 # No alignment is needed if the batched tensor has logical dims and the other one
                 # has no dim to the left of the batch dim. Equal dtypes need no promotion.
                 if (
                     not isinstance(y, Tensor)
-                    or 1 < x.dim() > y.dim() + at
+                    or 1 < x.dim() > y.dim() + bdim
                     or (y.dim() == 0 and x.dtype is y.dtype)
                 ):
-                    return op(x, y, **kwargs), at
-            elif at is None:
+                    return op(x, y, **kwargs), bdim
+            elif bdim is None:
                 if (
                     not isinstance(x, Tensor)
                     or 1 < y.dim() > x.dim() + other
                     or (x.dim() == 0 and x.dtype is y.dtype)
                 ):
                     return op(x, y, **kwargs), other
-            elif at == other and x.dim() == y.dim():
-                return op(x, y, **kwargs), at
-        elif uniform(args, dims):
-            return op(*args, **kwargs), dims[0]
+            elif bdim == other and x.dim() == y.dim():
+                return op(x, y, **kwargs), bdim
+        elif uniform(args, bdims):
+            return op(*args, **kwargs), bdims[0]
         if count == 2 and is_mixed(*args):
             raise RuntimeError("torch does not broadcast a sparse value to a dense one")
-        aligned, at = align(promote_scalars(args, dims), dims)
-        return op(*aligned, **kwargs), at
+        aligned, bdim = align(promote_scalars(args, bdims), bdims)
+        return op(*aligned, **kwargs), bdim
     except RuntimeError:
-        return sparse_elementwise(op, level, dims, args, kwargs)
+        return sparse_elementwise(op, level, bdims, args, kwargs)
 
 
 def pointwise_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write the first argument; the other arguments are aligned with its batch dim."""
-    x, at = args[0], dims[0]
-    if at is None:
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
         refuse_inplace(op)
-    if uniform(args, dims):
+    if uniform(args, bdims):
         op(*args, **kwargs)
-        return x, at
-    promoted = [x, *promote_scalars(args, dims)[1:]]
-    aligned, _ = align(promoted, dims, x.dim() - 1 - at)
+        return x, bdim
+    promoted = [x, *promote_scalars(args, bdims)[1:]]
+    aligned, _ = align(promoted, bdims, x.dim() - 1 - bdim)
     op(*aligned, **kwargs)
-    return x, at
+    return x, bdim
 
 
 @row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
 def clamp(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch all three arguments if both bounds are tensors.
 
@@ -96,118 +96,118 @@ def clamp(
     into the comparison, in place.
     """
     bounds = [x for x in args[1:] if isinstance(x, Tensor)]
-    if len(bounds) == 2 and any(dim is None for dim in dims):
+    if len(bounds) == 2 and any(bdim is None for bdim in bdims):
         args = [
-            expand_to_front(x, dim, level.batch_size) for x, dim in zip(args, dims, strict=True)
+            expand_to_front(x, bdim, level.batch_size) for x, bdim in zip(args, bdims, strict=True)
         ]
-        dims = (0, 0, 0)
-    return pointwise(op, level, dims, args, kwargs)
+        bdims = (0, 0, 0)
+    return pointwise(op, level, bdims, args, kwargs)
 
 
 @row("aten::frexp.Tensor", "aten::_prelu_kernel_backward")
 def pointwise_pair(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators with two results: a separate rule, so that ``pointwise`` means one result."""
-    return pointwise(op, level, dims, args, kwargs)
+    return pointwise(op, level, bdims, args, kwargs)
 
 
 @row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
 def where(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The condition does not affect type promotion."""
-    if uniform(args, dims):
-        return op(*args, **kwargs), dims[0]
-    x, y = promote_scalars(args[1:], dims[1:])
-    aligned, at = align((args[0], x, y), dims)
-    return op(*aligned, **kwargs), at
+    if uniform(args, bdims):
+        return op(*args, **kwargs), bdims[0]
+    x, y = promote_scalars(args[1:], bdims[1:])
+    aligned, bdim = align((args[0], x, y), bdims)
+    return op(*aligned, **kwargs), bdim
 
 
 @row("aten::masked_fill.Scalar")
 def masked_fill(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result has the dtype of the first argument, so scalars are not promoted."""
-    aligned, at = align(args, dims)
-    return op(*aligned, **kwargs), at
+    aligned, bdim = align(args, bdims)
+    return op(*aligned, **kwargs), bdim
 
 
 @row("aten::masked_fill.Tensor")
 def masked_fill_tensor(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A batched value is filled by ``where``: the operator accepts only a value without dims."""
-    if dims[2] is None:
-        (x, mask), at = align(args[:2], dims[:2])
-        return op(x, mask, args[2], **kwargs), at
-    if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
-        return raise_as_one_example(op, dims, args, kwargs)
-    (x, mask, value), at = align(args, dims)
-    return torch.where(mask, value.to(x.dtype), x), at
+    if bdims[2] is None:
+        (x, mask), bdim = align(args[:2], bdims[:2])
+        return op(x, mask, args[2], **kwargs), bdim
+    if logical_rank(args[2], bdims[2]) or args[1].dtype is not torch.bool:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    (x, mask, value), bdim = align(args, bdims)
+    return torch.where(mask, value.to(x.dtype), x), bdim
 
 
 @row("aten::masked_fill_.Scalar")
 def masked_fill_scalar_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Align the mask with the batch dim of the written tensor."""
-    x, at = args[0], dims[0]
-    if at is None:
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
         refuse_inplace(op)
-    (_, mask), _ = align(args[:2], dims[:2], x.dim() - 1 - at)
+    (_, mask), _ = align(args[:2], bdims[:2], x.dim() - 1 - bdim)
     op(x, mask, *args[2:], **kwargs)
-    return x, at
+    return x, bdim
 
 
 @row("aten::masked_fill_.Tensor")
 def masked_fill_tensor_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like the scalar overload, except that a batched value is filled by ``where``."""
-    if dims[2] is None:
-        return masked_fill_scalar_inplace(op, level, dims, args, kwargs)
-    x, at = args[0], dims[0]
-    if at is None:
+    if bdims[2] is None:
+        return masked_fill_scalar_inplace(op, level, bdims, args, kwargs)
+    x, bdim = args[0], bdims[0]
+    if bdim is None:
         refuse_inplace(op)
-    if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
-        return raise_as_one_example(op, dims, args, kwargs)
-    (_, mask, value), _ = align(args, dims, x.dim() - 1 - at)
+    if logical_rank(args[2], bdims[2]) or args[1].dtype is not torch.bool:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    (_, mask, value), _ = align(args, bdims, x.dim() - 1 - bdim)
     x.copy_(torch.where(mask, value.to(x.dtype), x))
-    return x, at
+    return x, bdim
 
 
 @row("aten::gelu_backward", "aten::rrelu_with_noise_backward", "aten::_prelu_kernel")
 def pointwise_of_equal_shapes(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Broadcast explicitly: these kernels do not broadcast all arguments, or warn about it."""
-    if uniform(args, dims):
-        return op(*args, **kwargs), dims[0]
-    aligned, at = align(args, dims)
+    if uniform(args, bdims):
+        return op(*args, **kwargs), bdims[0]
+    aligned, bdim = align(args, bdims)
     tensors = [arg for arg in aligned if isinstance(arg, Tensor)]
     tensors = torch.broadcast_tensors(*tensors)
-    return op(*tensors, *aligned[len(tensors) :], **kwargs), at
+    return op(*tensors, *aligned[len(tensors) :], **kwargs), bdim
 
 
 @row("aten::log_sigmoid_forward")
 def log_sigmoid_forward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The second result is a buffer for the backward pass, empty on devices other than the CPU."""
     buffered = args[0].device.type == "cpu"
-    return op(*args, **kwargs), (dims[0], dims[0] if buffered else None)
+    return op(*args, **kwargs), (bdims[0], bdims[0] if buffered else None)
 
 
 @row("aten::log_sigmoid_backward")
 def log_sigmoid_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Ignore the buffer on devices other than the CPU, where it is empty."""
     if args[0].device.type == "cpu":
-        return pointwise_of_equal_shapes(op, level, dims, args, kwargs)
-    (grad, x), at = align(args[:2], dims[:2])
-    return op(grad, x, args[2], **kwargs), at
+        return pointwise_of_equal_shapes(op, level, bdims, args, kwargs)
+    (grad, x), bdim = align(args[:2], bdims[:2])
+    return op(grad, x, args[2], **kwargs), bdim
 
 
 def _with_inplace(names: str) -> tuple[list[str], list[str]]:

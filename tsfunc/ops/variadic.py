@@ -17,23 +17,25 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap_dim,
 )
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
 
 
-def batches_first(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
+def batches_first(
+    tensors: Sequence[Tensor], bdims: Sequence[int | None], size: int
+) -> list[Tensor]:
     """Return each of the tensors with a batch dim first."""
-    return [expand_to_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
+    return [expand_to_front(x, bdim, size) for x, bdim in zip(tensors, bdims, strict=True)]
 
 
 def align_batch_dims(
-    tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
+    tensors: Sequence[Tensor], bdims: Sequence[int | None], size: int
 ) -> tuple[Sequence[Tensor], int]:
     """Return the tensors with one common batch dim, and that dim. Equal dims are unchanged."""
-    at = dims[0]
-    if at is not None and dims.count(at) == len(dims):
-        return tensors, at
-    return batches_first(tensors, dims, size), 0
+    bdim = bdims[0]
+    if bdim is not None and bdims.count(bdim) == len(bdims):
+        return tensors, bdim
+    return batches_first(tensors, bdims, size), 0
 
 
 def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -45,49 +47,49 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 @row("aten::cat", "aten::concat", "aten::concatenate")
 @shifted(Shift.FEW, Shift.DIM)
 def cat(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Concatenate along one logical dim."""
-    tensors, at = align_batch_dims(args[0], dims[0], level.batch_size)
+    tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)
     ranks = [x.dim() for x in tensors]
     rank = max(ranks)
     if min(ranks) != rank:
         # The ranks differ, so only the first position is the same in all tensors.
-        tensors, at = _without_empty(batches_first(args[0], dims[0], level.batch_size)), 0
+        tensors, bdim = _without_empty(batches_first(args[0], bdims[0], level.batch_size)), 0
     if rank == 1:
         raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
     dim = args[1] if len(args) > 1 else 0
-    if rank > 4 and all(channels_last(x, at) for x in tensors):
-        return _cat_channels_last(tensors, at, wrap_dim(dim, rank - 1)), 0
-    return op(tensors, physical_dim(dim, rank - 1, at)), at
+    if rank > 4 and all(channels_last(x, bdim) for x in tensors):
+        return _cat_channels_last(tensors, bdim, wrap_dim(dim, rank - 1)), 0
+    return op(tensors, physical_dim(dim, rank - 1, bdim)), bdim
 
 
-def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
-    moved = [channels_moved(x, at) for x in tensors]
+def _cat_channels_last(tensors: Sequence[Tensor], bdim: int, dim: int) -> Tensor:
+    moved = [channels_moved(x, bdim) for x in tensors]
     return channels_back(torch.cat(moved, moved_dim(dim, tensors[0].dim() - 1)))
 
 
 @row("aten::stack", "aten::_stack")
 @shifted(Shift.FEW, Shift.NEW_DIM)
 def stack(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A new dim at the position of the batch dim is inserted after the batch dim."""
-    tensors, at = align_batch_dims(args[0], dims[0], level.batch_size)
+    tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)
     rank = tensors[0].dim()
     dim = wrap_dim(args[1] if len(args) > 1 else 0, rank)
-    if rank > 4 and dim < rank - 1 and all(channels_last(x, at) for x in tensors):
-        out = _cat_channels_last(tensors, at, dim)
+    if rank > 4 and dim < rank - 1 and all(channels_last(x, bdim) for x in tensors):
+        out = _cat_channels_last(tensors, bdim, dim)
         return out.unflatten(dim + 1, (len(tensors), -1)), 0
-    return (op(tensors, dim), at + 1) if dim < at else (op(tensors, dim + 1), at)
+    return (op(tensors, dim), bdim + 1) if dim < bdim else (op(tensors, dim + 1), bdim)
 
 
 @row("aten::block_diag")
 def block_diag(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Pad each block to the width of the result and concatenate the blocks."""
-    tensors = batches_first(args[0], dims[0], level.batch_size)
+    tensors = batches_first(args[0], bdims[0], level.batch_size)
     blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
     width: Any = sum([x.shape[2] for x in blocks])
     padded: list[Tensor] = []
@@ -100,10 +102,10 @@ def block_diag(
 
 @row("aten::broadcast_tensors")
 def broadcast_tensors(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Unbatched tensors are broadcast over the batch dim too."""
-    pairs = list(zip(args[0], dims[0], strict=True))
-    rank = max([logical_rank(x, at) for x, at in pairs])
-    leading = [(x.unsqueeze(0) if at is None else batch_to_front(x, at)) for x, at in pairs]
+    pairs = list(zip(args[0], bdims[0], strict=True))
+    rank = max([logical_rank(x, bdim) for x, bdim in pairs])
+    leading = [(x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)) for x, bdim in pairs]
     return op([unit_dims(x, 1, rank + 1 - x.dim()) for x in leading]), 0

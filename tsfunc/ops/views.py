@@ -23,7 +23,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import Dims, Family, RuleLevel
+from tsfunc.ops.registry import BatchDims, Family, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
 VIEWS: Final = Family()
@@ -35,7 +35,7 @@ def same(x: Tensor) -> Tensor:
     return torch.transpose(x, 0, 0)
 
 
-def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
+def known_sizes(sizes: Sequence[Any], x: Tensor, bdim: int) -> list[Any]:
     """Replace -1 by the size computed from one example.
 
     An empty batch would leave it undefined.
@@ -49,97 +49,97 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
         if not (isinstance(known, int) and known == 0):
             total: Any = 1
             for dim, size in enumerate(x.shape):
-                if dim != at:
+                if dim != bdim:
                     total = total * size
             out[out.index(-1)] = total // known
     return out
 
 
-def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
+def _sizes(op: Any, bdims: BatchDims, args: Sequence[Any]) -> list[Any] | None:
     """Return the requested sizes preceded by the batch size; None if several of them are -1."""
     x = args[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
     if sum([type(size) is int and size == -1 for size in sizes]) > 1:
         return None
-    return [x.shape[dims[0]], *known_sizes(sizes, x, dims[0])]
+    return [x.shape[bdims[0]], *known_sizes(sizes, x, bdims[0])]
 
 
 @VIEWS.row("aten::reshape", "aten::view_copy")
 @shifted(Shift.SAME, Shift.SIZES)
 def reshape(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reshape with the batch dim first."""
-    sizes = _sizes(op, dims, args)
+    sizes = _sizes(op, bdims, args)
     if sizes is None:
-        return raise_as_one_example(op, dims, args, kwargs)
-    return op(batch_to_front(args[0], dims[0]), sizes), 0
+        return raise_as_one_example(op, bdims, args, kwargs)
+    return op(batch_to_front(args[0], bdims[0]), sizes), 0
 
 
 @VIEWS.row("aten::view")
 @shifted(Shift.SAME, Shift.SIZES)
 def view(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """With the batch dim first, a physical view exists if a view of each example exists.
 
     Otherwise the tracer can need a copy of its value, which a rule cannot make.
     """
-    sizes = _sizes(op, dims, args)
+    sizes = _sizes(op, bdims, args)
     if sizes is None:
-        return raise_as_one_example(op, dims, args, kwargs)
+        return raise_as_one_example(op, bdims, args, kwargs)
     try:
-        return op(batch_to_front(args[0], dims[0]), sizes), 0
+        return op(batch_to_front(args[0], bdims[0]), sizes), 0
     except (RuntimeError, ValueError):  # fake tensors raise ValueError
         return NotImplemented
 
 
 @VIEWS.row("aten::_unsafe_view")
 def unsafe_view(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reshape: the batch dim of an intermediate result can lie between other dims."""
-    return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
+    return view(torch.ops.aten.reshape.default, level, bdims, args, kwargs)
 
 
 @VIEWS.row("aten::_reshape_alias", "aten::_reshape_alias_copy")
 def reshape_alias(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The strides are those of a view with the given sizes, so they are ignored."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     return x.reshape([x.shape[0], *args[1]]), 0
 
 
 @VIEWS.row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
 @shifted(Shift.SAME, Shift.ALL_SIZES)
 def expand(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     sizes = list(args[1])
     new = len(sizes) - x.dim() + 1
     if new > 0 and -1 in sizes[:new]:  # a size to keep, of a dim that did not exist
-        return raise_as_one_example(op, dims, args, kwargs)
-    if at == 0:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    if bdim == 0:
         x = unit_dims(x, 1, new)
     else:
-        at += new
-    sizes.insert(at, -1)
-    return op(x, sizes, **kwargs), at
+        bdim += new
+    sizes.insert(bdim, -1)
+    return op(x, sizes, **kwargs), bdim
 
 
 @VIEWS.row("aten::permute", "aten::permute_copy")
 @shifted(Shift.SAME, Shift.ORDER)
 def permute(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim keeps its position."""
-    x, at = args[0], dims[0]
-    order = physical_dims(args[1], x.dim() - 1, at)
-    order.insert(at, at)
-    return op(x, order), at
+    x, bdim = args[0], bdims[0]
+    order = physical_dims(args[1], x.dim() - 1, bdim)
+    order.insert(bdim, bdim)
+    return op(x, order), bdim
 
 
 @VIEWS.row(
@@ -153,120 +153,122 @@ def permute(
 )
 @shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def transpose(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Exchange two logical dims; the batch dim keeps its position."""
     x, first, second = args
-    at = dims[0]
+    bdim = bdims[0]
     rank = x.dim() - 1
     if rank == 0:
         wrap_dim(first, rank), wrap_dim(second, rank)
-        return op(x, 0, 0), at
-    return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
+        return op(x, 0, 0), bdim
+    return op(x, physical_dim(first, rank, bdim), physical_dim(second, rank, bdim)), bdim
 
 
 @VIEWS.row("aten::t", "aten::t_copy", "aten::t_")
-def t(op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def t(
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Transpose a matrix; vectors and scalars are returned as views."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 2:
-        return torch.transpose(x, *every_dim(2, at)), at
+        return torch.transpose(x, *every_dim(2, bdim)), bdim
     if rank > 2:
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {rank}D")
-    return same(x), at
+    return same(x), bdim
 
 
 @VIEWS.row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
 def squeeze(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove all logical dims of size 1, but never the batch dim."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
 
 @VIEWS.row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
 @shifted(Shift.SAME, Shift.DIM)
 def squeeze_dim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim moves only if the removed dim lies before it."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 0:
         wrap_dim(args[1], 0)
-        return same(x), at
-    dim = physical_dim(args[1], rank, at)
-    return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
+        return same(x), bdim
+    dim = physical_dim(args[1], rank, bdim)
+    return op(x, dim), bdim - 1 if dim < bdim and x.shape[dim] == 1 else bdim
 
 
 @VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 @shifted(Shift.SAME, Shift.DIMS)
 def squeeze_dims(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``squeeze_dim``, for several dims."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 0:
         check_dims_of_scalar(args[1])
-        return same(x), at
-    target = physical_dims(args[1], rank, at)
-    return op(x, target), at - sum([d < at and x.shape[d] == 1 for d in target])
+        return same(x), bdim
+    target = physical_dims(args[1], rank, bdim)
+    return op(x, target), bdim - sum([d < bdim and x.shape[d] == 1 for d in target])
 
 
 @VIEWS.row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
 @shifted(Shift.SAME, Shift.NEW_DIM)
 def unsqueeze(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A new dim at the position of the batch dim is inserted after it.
 
     A first batch dim stays first.
     """
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     dim = wrap_dim(args[1], x.dim())
-    return (op(x, dim), at + 1) if dim < at else (op(x, dim + 1), at)
+    return (op(x, dim), bdim + 1) if dim < bdim else (op(x, dim + 1), bdim)
 
 
 @VIEWS.row("aten::select.int", "aten::select_copy.int")
 @shifted(Shift.SAME, Shift.DIM)
 def select(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove one logical dim."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 0:
         raise IndexError("select() cannot be applied to a 0-dim tensor.")
-    dim = physical_dim(args[1], rank, at)
-    return op(x, dim, args[2]), at - 1 if dim < at else at
+    dim = physical_dim(args[1], rank, bdim)
+    return op(x, dim, args[2]), bdim - 1 if dim < bdim else bdim
 
 
 @VIEWS.row("aten::slice.Tensor", "aten::slice_copy.Tensor")
 @shifted(Shift.SAME, Shift.DIM)
 def slice_(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Slice one logical dim, the first by default."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1:
         raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
-    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, at)
-    return op(x, dim, *args[2:]), at
+    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, bdim)
+    return op(x, dim, *args[2:]), bdim
 
 
 @VIEWS.row("aten::narrow", "aten::narrow_copy")
 @shifted(Shift.SAME, Shift.DIM)
 def narrow(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Narrow one logical dim."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1:
         raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
-    return op(x, physical_dim(args[1], x.dim() - 1, at), *args[2:]), at
+    return op(x, physical_dim(args[1], x.dim() - 1, bdim), *args[2:]), bdim
 
 
 @VIEWS.row(
@@ -284,59 +286,61 @@ def narrow(
 )
 @shifted(Shift.SAME, Shift.SAME, Shift.DIM)
 def split(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each part has the batch dim in the same position as the whole."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1:
         raise RuntimeError(f"{op.name()} expects at least a 1-dimensional tensor")
-    dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, at)
-    return op(x, args[1], dim), at
+    dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, bdim)
+    return op(x, args[1], dim), bdim
 
 
 @VIEWS.row("aten::unbind.int", "aten::unbind_copy.int")
 @shifted(Shift.SAME, Shift.DIM)
 def unbind(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove one logical dim from each result."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1:
         raise IndexError("Dimension specified as 0 but tensor has no dimensions")
-    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, at)
-    return op(x, dim), at - 1 if dim < at else at
+    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, bdim)
+    return op(x, dim), bdim - 1 if dim < bdim else bdim
 
 
 @VIEWS.row("aten::diagonal", "aten::diagonal_copy")
 @shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
 def diagonal(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove two dims and append the diagonal as the last dim."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     offset, dim1, dim2 = with_defaults(args[1:], 0, 0, 1)
-    first, second = physical_dims((dim1, dim2), x.dim() - 1, at)
-    return op(x, offset, first, second), at - (first < at) - (second < at)
+    first, second = physical_dims((dim1, dim2), x.dim() - 1, bdim)
+    return op(x, offset, first, second), bdim - (first < bdim) - (second < bdim)
 
 
 @VIEWS.row("aten::unfold", "aten::unfold_copy")
 def unfold(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The dim of the windows is last. A scalar is one window."""
     x, dim, size, step = args
-    at = dims[0]
+    bdim = bdims[0]
     if x.dim() == 1:
         wrap_dim(dim, 0)
         return op(x.unsqueeze(1), 1, size, step).squeeze(1), 0
-    return op(x, physical_dim(dim, x.dim() - 1, at), size, step), at
+    return op(x, physical_dim(dim, x.dim() - 1, bdim), size, step), bdim
 
 
 # NOTE [offsets into memory]
 # The storage offset of a batched tensor is that of its physical value, where the first example
 # begins. An offset given to as_strided counts from the same origin, and shifts each example by the
 # same distance.
-def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> None:
+def _within(
+    x: Tensor, bdim: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any
+) -> None:
     """Raise if a view of an example would reach beyond the memory of that example."""
     if len(sizes) != len(strides):
         raise RuntimeError(
@@ -346,8 +350,8 @@ def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], of
     if any(type(number) is not int for number in (*sizes, *strides, offset)) or 0 in sizes:
         return
     begin: Any = x.storage_offset()
-    shape = [size for dim, size in enumerate(x.shape) if dim != at]
-    steps = [step for dim, step in enumerate(x.stride()) if dim != at]
+    shape = [size for dim, size in enumerate(x.shape) if dim != bdim]
+    steps = [step for dim, step in enumerate(x.stride()) if dim != bdim]
     last = offset + _span(sizes, strides)
     if 0 in shape or offset < begin or last > begin + _span(shape, steps):
         raise RuntimeError(
@@ -365,78 +369,78 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
 
 @VIEWS.row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
 def as_strided(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim keeps its stride: NOTE [offsets into memory]."""
     x, sizes, strides, offset = with_defaults(args, None, None, None, None)
-    at = dims[0]
+    bdim = bdims[0]
     if offset is None:
         offset = x.storage_offset()
-    _within(x, at, sizes, strides, offset)
-    return op(x, [x.shape[at], *sizes], [x.stride(at), *strides], offset), 0
+    _within(x, bdim, sizes, strides, offset)
+    return op(x, [x.shape[bdim], *sizes], [x.stride(bdim), *strides], offset), 0
 
 
 @VIEWS.row("aten::as_strided_scatter")
 @checked
 def as_strided_scatter(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like as_strided. An unbatched target is copied for each example."""
     x, source, sizes, strides, offset = with_defaults(args, None, None, None, None, None)
-    at = dims[0]
-    if at is not None and level.batch_size and x.stride(at) == 0:
-        x, at = x.select(at, 0), None
+    bdim = bdims[0]
+    if bdim is not None and level.batch_size and x.stride(bdim) == 0:
+        x, bdim = x.select(bdim, 0), None
     begin = x.storage_offset()
     if offset is None:
         offset = begin
-    if at is None:
+    if bdim is None:
         span = _span(x.shape, x.stride()) + 1 if x.numel() else 0
         copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
-        x, at, offset = copies.copy_(x), 0, offset - begin
-    _within(x, at, sizes, strides, offset)
-    source = source if dims[1] is None else batch_to_front(source, dims[1])
-    sizes = [x.shape[at], *sizes]
-    return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
+        x, bdim, offset = copies.copy_(x), 0, offset - begin
+    _within(x, bdim, sizes, strides, offset)
+    source = source if bdims[1] is None else batch_to_front(source, bdims[1])
+    sizes = [x.shape[bdim], *sizes]
+    return op(x, source.expand(sizes), sizes, [x.stride(bdim), *strides], offset), bdim
 
 
 @VIEWS.row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
 def view_last(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """These operators change the last dim, so the batch dim moves away from it."""
-    x, at = args[0], dims[0]
+    x, bdim = args[0], bdims[0]
     if x.dim() == 1 and (len(args) == 1 or args[1].itemsize != x.dtype.itemsize):
-        return raise_as_one_example(op, dims, args, kwargs)
-    if at == x.dim() - 1 and at:
-        x, at = x.movedim(at, 0), 0
+        return raise_as_one_example(op, bdims, args, kwargs)
+    if bdim == x.dim() - 1 and bdim:
+        x, bdim = x.movedim(bdim, 0), 0
     if len(args) == 1 and x.stride(-1) != 1:
         return NotImplemented  # a rule cannot copy the value, as with ``view``
-    return op(x, *args[1:]), at
+    return op(x, *args[1:]), bdim
 
 
 @VIEWS.row("aten::real", "aten::imag")
 def part_of_complex(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Views of the physical value, lazily conjugated or not."""
-    return op(args[0]), dims[0]
+    return op(args[0]), bdims[0]
 
 
 @VIEWS.row("aten::view_as_real", "aten::view_as_real_copy")
 def view_as_real(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Resolve conjugation: the physical value can have a conjugate bit that the tracer lacks."""
-    return op(args[0].resolve_conj()), dims[0]
+    return op(args[0].resolve_conj()), bdims[0]
 
 
 @VIEWS.row("aten::flatten.using_ints")
 @shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten logical dims only. A scalar becomes a vector."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
     first, last = (wrap_dim(d, rank) for d in with_defaults(args[1:], 0, -1))
     if rank == 0:
@@ -451,10 +455,10 @@ VIEWS.rows(reshape, "aten::_reshape_copy")
     "aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist"
 )
 def movedim(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is moved first, and all other dims count from the one after it."""
-    x = batch_to_front(args[0], dims[0])
+    x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
     source, to = ([d] if isinstance(d, int) else d for d in args[1:])
     positions = physical_dims(source, rank, 0), physical_dims(to, rank, 0)
@@ -463,14 +467,14 @@ def movedim(
 
 @VIEWS.row("aten::diag")
 def diag(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a copy of a matrix's diagonal, or the matrix with a vector as its diagonal."""
-    x, offset = batch_to_front(args[0], dims[0]), args[1] if len(args) > 1 else 0
+    x, offset = batch_to_front(args[0], bdims[0]), args[1] if len(args) > 1 else 0
     if x.dim() == 3:
         return torch.diagonal_copy(x, offset, 1, 2), 0
     return (
         (torch.diag_embed(x, offset), 0)
         if x.dim() == 2
-        else raise_as_one_example(op, dims, args, kwargs)
+        else raise_as_one_example(op, bdims, args, kwargs)
     )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front, with_defaults
-from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.registry import BatchDims, RuleLevel, row
 
 
 def _except_dim(x: Tensor, dim: int) -> list[int]:
@@ -18,13 +18,13 @@ def _except_dim(x: Tensor, dim: int) -> list[int]:
 
 @row("aten::_weight_norm_interface")
 def weight_norm(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a weight with the direction of ``v`` and the length ``g``, and the norms of ``v``."""
     v, g, dim = with_defaults(args, None, None, 0)
     v, g = (
-        expand_to_front(v, dims[0], level.batch_size),
-        expand_to_front(g, dims[1], level.batch_size),
+        expand_to_front(v, bdims[0], level.batch_size),
+        expand_to_front(g, bdims[1], level.batch_size),
     )
     norms = v.norm(2, _except_dim(v, dim), keepdim=True)
     return (v * (g / norms), norms), 0
@@ -32,13 +32,13 @@ def weight_norm(
 
 @row("aten::_weight_norm_interface_backward")
 def weight_norm_backward(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args
     grad, v, g, norms = (
-        expand_to_front(x, at, level.batch_size)
-        for x, at in zip(tensors, dims[: len(tensors)], strict=True)
+        expand_to_front(x, bdim, level.batch_size)
+        for x, bdim in zip(tensors, bdims[: len(tensors)], strict=True)
     )
     along = (grad * v).sum(_except_dim(v, dim), keepdim=True) / norms
     return (g / norms * (grad - v * along / norms), along), 0

@@ -87,9 +87,9 @@ def _check(
 
     if isinstance(func, custom_jvp):
         _check_value(func, pytrees.unflatten(tree, leaves), rtol, atol)
-    for at in _batchings(leaves, positions):
-        what = f"vmap(f) over {_spelled(at)} and the stacked loop"
-        _check_loop(what, of_leaves, leaves, at, rtol, atol)
+    for bdims in _batchings(leaves, positions):
+        what = f"vmap(f) over {_spelled(bdims)} and the stacked loop"
+        _check_loop(what, of_leaves, leaves, bdims, rtol, atol)
     if not wrt:
         return
 
@@ -116,9 +116,9 @@ def _check(
         where = "of the second order: "
         _check_derivatives(pulled, primals, second, eps, rtol, atol, where)
 
-    for at in _batchings(primals, range(len(primals))):
-        what = f"vmap of reverse mode over {_spelled(at)} and the stacked loop"
-        _check_loop(what, pulled, primals, at, rtol, atol)
+    for bdims in _batchings(primals, range(len(primals))):
+        what = f"vmap of reverse mode over {_spelled(bdims)} and the stacked loop"
+        _check_loop(what, pulled, primals, bdims, rtol, atol)
 
 
 def _check_value(func: custom_jvp[Any], args: tuple[Any, ...], rtol: float, atol: float) -> None:
@@ -231,28 +231,31 @@ def _check_loop(
     what: str,
     func: Callable[..., Any],
     leaves: Sequence[Any],
-    at: Batching,
+    bdims: Batching,
     rtol: float,
     atol: float,
 ) -> None:
     sizes = [n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape if n < 8]
     # Larger than any dim of the arguments, so that no other dim passes for the batch dim.
-    _check_batch(what, func, leaves, at, max([2, *sizes]) + 1, rtol, atol)
-    if all(dim in (None, 0) for dim in at):
-        _check_batch(f"for a batch of 1, {what}", func, leaves, at, 1, rtol, atol)
+    _check_batch(what, func, leaves, bdims, max([2, *sizes]) + 1, rtol, atol)
+    if all(dim in (None, 0) for dim in bdims):
+        _check_batch(f"for a batch of 1, {what}", func, leaves, bdims, 1, rtol, atol)
 
 
 def _check_batch(
     what: str,
     func: Callable[..., Any],
     leaves: Sequence[Any],
-    at: Batching,
+    bdims: Batching,
     size: int,
     rtol: float,
     atol: float,
 ) -> None:
     rows = [
-        [leaf if dim is None else _example(leaf, i) for leaf, dim in zip(leaves, at, strict=True)]
+        [
+            leaf if dim is None else _example(leaf, i)
+            for leaf, dim in zip(leaves, bdims, strict=True)
+        ]
         for i in range(size)
     ]
     outs = [pytrees.flatten(func(*row)) for row in rows]
@@ -260,12 +263,12 @@ def _check_batch(
         torch.stack(list(column)) if isinstance(column[0], torch.Tensor) else column[0]
         for column in zip(*(out for out, _ in outs), strict=True)
     ]
-    columns = zip(leaves, at, zip(*rows, strict=True), strict=True)
+    columns = zip(leaves, bdims, zip(*rows, strict=True), strict=True)
     inputs = [
         leaf if dim is None else torch.stack(list(column), dim) for leaf, dim, column in columns
     ]
     try:
-        got = vmap(func, tuple(at))(*inputs)
+        got = vmap(func, tuple(bdims))(*inputs)
     except CustomRuleError:
         raise
     except Exception as error:
@@ -287,7 +290,7 @@ def _double(leaf: Any) -> Any:
     return leaf
 
 
-def _spelled(at: Batching) -> str:
+def _spelled(bdims: Batching) -> str:
     """Name the batched tensors by their flattened positions, with the batch dims."""
-    batched = [f"{i} (dim {dim})" for i, dim in enumerate(at) if dim is not None]
+    batched = [f"{i} (dim {dim})" for i, dim in enumerate(bdims) if dim is not None]
     return f"tensor{'s' if len(batched) > 1 else ''} {', '.join(batched)}"

@@ -56,7 +56,12 @@ def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
 
 
 def chunk_sizes_for(
-    spec: Spec, flat: Sequence[Any], at: Sequence[int | None], size: Any, rest: Any, models: Models
+    spec: Spec,
+    flat: Sequence[Any],
+    bdims: Sequence[int | None],
+    size: Any,
+    rest: Any,
+    models: Models,
 ) -> ChunkSizes | None:
     """Return the source of the chunk sizes; None to run all examples at once.
 
@@ -64,7 +69,7 @@ def chunk_sizes_for(
 
     Args:
         spec: the arguments of vmap.
-        flat: the flattened inputs, mapped at the dims ``at``.
+        flat: the flattened inputs, mapped at the dims ``bdims``.
         size: the number of examples.
         rest: the other arguments of the function.
         models: the memory models of earlier calls.
@@ -75,7 +80,7 @@ def chunk_sizes_for(
         return None
     leaves = [*flat, *pytrees.leaves_of(rest)]
     device = _device_of(leaves)
-    key = _signature(leaves, at)
+    key = _signature(leaves, bdims)
     model = models.pop(key, None) or MemoryModel()
     models[key] = model  # the most recently used model comes last
     if len(models) > _MODELS_KEPT:
@@ -110,13 +115,13 @@ def _device_of(leaves: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
+def _signature(leaves: Sequence[Any], bdims: Sequence[int | None]) -> Any:
     """Return the properties of a call that its memory depends on, without the batch size."""
     parts: list[Any] = [torch.is_grad_enabled()]
-    dims = [*at, *[None] * (len(leaves) - len(at))]
-    for leaf, dim in zip(leaves, dims, strict=True):
+    leaf_bdims = [*bdims, *[None] * (len(leaves) - len(bdims))]
+    for leaf, bdim in zip(leaves, leaf_bdims, strict=True):
         if isinstance(leaf, torch.Tensor):
-            shape = tuple(n for i, n in enumerate(leaf.shape) if i != dim)
+            shape = tuple(n for i, n in enumerate(leaf.shape) if i != bdim)
             parts.append((shape, leaf.dtype, leaf.device, leaf.requires_grad))
         else:
             plain = isinstance(leaf, bool | int | float | str | None)
@@ -135,7 +140,7 @@ def _examples(value: torch.Tensor, dim: int, start: int, length: int) -> torch.T
 def run_in_chunks(
     spec: Spec,
     flat: Sequence[Any],
-    at: Sequence[int | None],
+    bdims: Sequence[int | None],
     size: int,
     sizes: ChunkSizes,
     run: RunPart,
@@ -154,8 +159,8 @@ def run_in_chunks(
     while start < size:
         length = min(sizes.next(), size - start)
         part = [
-            value if dim is None else _examples(value, dim, start, length)
-            for value, dim in zip(flat, at, strict=True)
+            value if bdim is None else _examples(value, bdim, start, length)
+            for value, bdim in zip(flat, bdims, strict=True)
         ]
         if generators is not None and start:
             generators.rewind()

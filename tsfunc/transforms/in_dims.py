@@ -227,16 +227,16 @@ def mapped(
         dims: an entry of ``in_dims`` for each flattened input.
         given: the inputs before flattening, for the names in messages.
     """
-    at: list[int | None] = []
+    bdims: list[int | None] = []
     size: Any = spec.axis_size
     for value, dim in zip(flat, dims, strict=True):
         if dim is None:
-            at.append(None)
+            bdims.append(None)
             continue
         if not isinstance(value, torch.Tensor):
             if value is not None:
-                _refuse_value(spec, value, dim, _name_at(spec, given, len(at)))
-            at.append(None)  # an omitted optional input has no dims
+                _refuse_value(spec, value, dim, _name_at(spec, given, len(bdims)))
+            bdims.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in _DENSE and is_nested(value):
             raise NestedInputError
@@ -246,11 +246,11 @@ def mapped(
             raise ValueError(
                 f"{spec.call()}: Got in_dim={dim} for some input, but that input is a Tensor of "
                 f"dimensionality {rank} so expected in_dim to satisfy -{rank} <= in_dim < {rank}. "
-                f"The input is {_name_at(spec, given, len(at))}."
+                f"The input is {_name_at(spec, given, len(bdims))}."
             )
         if dim < 0:
             dim += rank
-        at.append(dim)
+        bdims.append(dim)
         if size is None:
             size = shape[dim]
         elif size != shape[dim]:
@@ -260,7 +260,7 @@ def mapped(
             f"{spec.call()}: Expected at least one Tensor to vmap over: every in_dim is None, "
             f"or there is no Tensor among the inputs. With axis_size= none is needed."
         )
-    return at, size
+    return bdims, size
 
 
 def _parameters(spec: Spec, args: Sequence[Any]) -> list[str]:

@@ -76,10 +76,10 @@ def match_sources(
     sources: list[Any] = list(flat)
     size: Any = None
     rest: list[int | None] = list(dims)
-    for i, (value, dim) in enumerate(zip(flat, dims, strict=True)):
-        if dim is None or not is_nested(value):
+    for i, (value, bdim) in enumerate(zip(flat, dims, strict=True)):
+        if bdim is None or not is_nested(value):
             continue
-        sources[i] = nested = nested_source(spec, value, dim)
+        sources[i] = nested = nested_source(spec, value, bdim)
         rest[i] = None
         if size is None:
             size = len(nested.examples)
@@ -88,16 +88,16 @@ def match_sources(
                 f"{spec.call()}: Expected all tensors to have the same size in the mapped "
                 f"dimension, got nested tensors of {size} and of {len(nested.examples)} examples"
             )
-    if any(dim is not None for dim in rest):
-        at, other = mapped(spec, flat, rest, given)
+    if any(bdim is not None for bdim in rest):
+        bdims, other = mapped(spec, flat, rest, given)
         if other != size:
             raise ValueError(
                 f"{spec.call()}: Expected all tensors to have the same size in the mapped "
                 f"dimension, got {other} beside a nested tensor of {size} examples"
             )
-        for i, dim in enumerate(at):
-            if dim is not None:
-                sources[i] = InputSource(flat[i], dim)
+        for i, bdim in enumerate(bdims):
+            if bdim is not None:
+                sources[i] = InputSource(flat[i], bdim)
     return sources, size
 
 

@@ -80,11 +80,11 @@ class GroupResult:
 Run = Callable[[BatchLevel, Sequence[Any]], Any]
 
 
-def dense_sources(flat: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
+def dense_sources(flat: Sequence[Any], bdims: Sequence[int | None]) -> list[Any]:
     """Return the inputs, with a source for each mapped input."""
     return [
-        value if dim is None else InputSource(value, dim)
-        for value, dim in zip(flat, at, strict=True)
+        value if bdim is None else InputSource(value, bdim)
+        for value, bdim in zip(flat, bdims, strict=True)
     ]
 
 

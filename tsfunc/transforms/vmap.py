@@ -194,7 +194,7 @@ class _BatchedCalls:
         spec = self.spec
         given, flat, tree, dims = self._inputs(args, kwargs)
         try:
-            at, size = mapped(spec, flat, dims, given)
+            bdims, size = mapped(spec, flat, dims, given)
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise
@@ -204,23 +204,23 @@ class _BatchedCalls:
             sizes_of = functools.partial(chunk_sizes_for_group, spec, flat)
             return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
         if tls.state.levels:
-            flat = _in_trace(flat, at)
+            flat = _in_trace(flat, bdims)
         sizes = None
         if spec.chunk_size is not None:
             rest = () if spec.by_name else kwargs
-            sizes = chunk_sizes_for(spec, flat, at, size, rest, self.memory_models)
+            sizes = chunk_sizes_for(spec, flat, bdims, size, rest, self.memory_models)
         if spec.splits:
             run = functools.partial(_run_part, spec, None, tree, kwargs)
-            return run_parts(spec, dense_sources(flat, at), size, lambda _: sizes, run)
+            return run_parts(spec, dense_sources(flat, bdims), size, lambda _: sizes, run)
         if sizes is not None:
-            run = functools.partial(_run_part, spec, at, tree, kwargs)
-            return run_in_chunks(spec, flat, at, size, sizes, run)
+            run = functools.partial(_run_part, spec, bdims, tree, kwargs)
+            return run_in_chunks(spec, flat, bdims, size, sizes, run)
         level: BatchLevel
         if spec.mesh_axes:
             level = SpreadLevel(size, spec.randomness, spec.label, spec.strict, spec.mesh_axes)
         else:
             level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
-        return _run(spec, level, flat, at, tree, kwargs, self.out_plans)
+        return _run(spec, level, flat, bdims, tree, kwargs, self.out_plans)
 
     def _inputs(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -301,7 +301,7 @@ def _refuse_own_arguments(spec: Spec) -> None:
         )
 
 
-def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
+def _in_trace(flat: Sequence[Any], bdims: Sequence[int | None]) -> Sequence[Any]:
     """Lift the mapped inputs into the current trace, if there is one.
 
     Operators lift their own arguments, but an operator on a batched tensor sees only its tracer.
@@ -310,14 +310,14 @@ def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
     if trace is None:
         return flat
     return [
-        value if dim is None else trace.lifted_here(as_seen_by_current_level(value))
-        for value, dim in zip(flat, at, strict=True)
+        value if bdim is None else trace.lifted_here(as_seen_by_current_level(value))
+        for value, bdim in zip(flat, bdims, strict=True)
     ]
 
 
 def _run_part(
     spec: Spec,
-    at: Sequence[int | None] | None,
+    bdims: Sequence[int | None] | None,
     tree: InTree,
     kwargs: dict[str, Any],
     level: BatchLevel,
@@ -325,16 +325,16 @@ def _run_part(
 ) -> Any:
     """Run some of the examples; the output plan of one part does not hold for the next.
 
-    Without ``at`` the inputs are the level's tracers already.
+    Without ``bdims`` the inputs are the level's tracers already.
     """
-    return _run(spec, level, part, at or [None] * len(part), tree, kwargs, {})
+    return _run(spec, level, part, bdims or [None] * len(part), tree, kwargs, {})
 
 
 def _run(
     spec: Spec,
     level: BatchLevel,
     flat: Sequence[Any],
-    at: Sequence[int | None],
+    bdims: Sequence[int | None],
     tree: InTree,
     kwargs: dict[str, Any],
     out_plans: dict[Any, Sequence[int | None]],
@@ -345,8 +345,8 @@ def _run(
     try:
         with level, watching:
             inputs: Any = [
-                value if dim is None else wrap(value, dim, level, value.storage_offset())
-                for value, dim in zip(flat, at, strict=True)
+                value if bdim is None else wrap(value, bdim, level, value.storage_offset())
+                for value, bdim in zip(flat, bdims, strict=True)
             ]
             level.axis_name, level.outside_roots = spec.axis_name, (spec.func, flat, kwargs)
             if not isinstance(tree, int):
@@ -376,5 +376,5 @@ def _run(
     leaves, out_tree = pytrees.flatten(out)
     if dims is None and (dims := out_plans.get(out_tree)) is None:
         dims = out_plans[out_tree] = match_out_dims(spec, out, out_tree)
-    results = [result_of(spec, leaf, dim, level) for leaf, dim in zip(leaves, dims, strict=True)]
+    results = [result_of(spec, leaf, bdim, level) for leaf, bdim in zip(leaves, dims, strict=True)]
     return pytrees.unflatten(out_tree, results)

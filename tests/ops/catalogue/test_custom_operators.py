@@ -288,7 +288,7 @@ def test_a_rule_of_ones_own() -> None:
 def test_a_rule_of_ones_own_counts_before_that_for_torch() -> None:
     op, seen = differentiable()
     tsfunc.ops.register(
-        op, category="TensorIterator", rule=lambda op, level, dims, args, kwargs: (op(*args), 0)
+        op, category="TensorIterator", rule=lambda op, level, bdims, args, kwargs: (op(*args), 0)
     )
     x = torch.randn(3, 4)
     torch.testing.assert_close(tsfunc.vmap(op)(x, x), x * x)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
 from tsfunc.ops.dims import batch_to_front, logical_rank
-from tsfunc.ops.registry import Dims, Rule, RuleLevel
+from tsfunc.ops.registry import BatchDims, Rule, RuleLevel
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -50,7 +50,7 @@ def over_dims(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         arguments = _positional(args, kwargs, ("dim", "keepdim"))
         if arguments is None or len(arguments) > 3:
@@ -63,7 +63,7 @@ def over_dims(rule: Rule) -> Rule:
             return NotImplemented
         if type(keep) is not bool or arguments[0].layout is not torch.strided:
             return NotImplemented
-        return rule(op, level, dims, (arguments[0], over, keep), NO_KWARGS)
+        return rule(op, level, bdims, (arguments[0], over, keep), NO_KWARGS)
 
     return rule_of_call
 
@@ -72,12 +72,12 @@ def along_dim(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim)``."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         arguments = _positional(args, kwargs, ("dim",))
         if arguments is None or len(arguments) != 2 or type(arguments[1]) is not int:
             return NotImplemented
-        return rule(op, level, dims, arguments, NO_KWARGS)
+        return rule(op, level, bdims, arguments, NO_KWARGS)
 
     return rule_of_call
 
@@ -86,11 +86,11 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
     """Return the rule of ``f(x, i, j)`` with ``least`` to ``most`` ints, which returns a view."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
             return NotImplemented
-        return rule(op, level, dims, args, NO_KWARGS)
+        return rule(op, level, bdims, args, NO_KWARGS)
 
     return rule_of_call
 
@@ -99,14 +99,14 @@ def with_sizes(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or len(args) < 2:
             return NotImplemented
         sizes = args[1] if len(args) == 2 and type(args[1]) in _SEVERAL else args[1:]
         if not _all_ints(sizes):
             return NotImplemented
-        return rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS)
+        return rule(op, level, bdims, (args[0], list(sizes)), NO_KWARGS)
 
     return rule_of_call
 
@@ -123,14 +123,18 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
 
     def form(rule: Rule) -> Rule:
         def views_only(
-            op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+            op: Any,
+            level: RuleLevel,
+            bdims: BatchDims,
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
         ) -> Any:
-            if not (dims[0] or getattr(args[0], "bdim", None)):
-                return rule(op, level, dims, args, kwargs)
+            if not (bdims[0] or getattr(args[0], "bdim", None)):
+                return rule(op, level, bdims, args, kwargs)
             if isinstance(args[0], Tracer):
                 return NotImplemented
             try:
-                return rule(as_view, level, dims, args, kwargs)
+                return rule(as_view, level, bdims, args, kwargs)
             except (RuntimeError, ValueError):  # fake tensors raise ValueError
                 return NotImplemented
 
@@ -155,7 +159,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, index = args
         items = (index,) if type(index) not in _SEVERAL else index
@@ -167,16 +171,18 @@ def indexed(by_tensors: Rule | None) -> Rule:
             elif kind not in _INDICES:
                 if by_tensors is None or is_traced_here():
                     return NotImplemented
-                tensors = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
+                tensors = _tensor_indices(items, logical_rank(x, bdims[0]), bdims[1])
                 if tensors is None:
                     return NotImplemented
                 positions = tensors[1] if any(dim is not None for dim in tensors[1]) else None
                 overload = torch.ops.aten.index.Tensor
-                return by_tensors(overload, level, (dims[0], positions), (x, tensors[0]), NO_KWARGS)
-        if type(index) is list or dims[0] is None:
+                return by_tensors(
+                    overload, level, (bdims[0], positions), (x, tensors[0]), NO_KWARGS
+                )
+        if type(index) is list or bdims[0] is None:
             return NotImplemented
         try:
-            out = op(batch_to_front(x, dims[0]), (_ALL, *items))
+            out = op(batch_to_front(x, bdims[0]), (_ALL, *items))
         except (IndexError, ValueError):  # the error must count the dims of an example
             return NotImplemented
         return out, 0
@@ -185,52 +191,52 @@ def indexed(by_tensors: Rule | None) -> Rule:
 
 
 def _tensor_indices(
-    items: Sequence[Any], rank: int, dims: Any
+    items: Sequence[Any], rank: int, bdims: Any
 ) -> tuple[list[Any], list[int | None]] | None:
     """Return the indices and their batch dims for ``aten::index``; None for other forms."""
-    at = list(dims) if isinstance(dims, list) else [dims] * len(items)
+    item_bdims = list(bdims) if isinstance(bdims, list) else [bdims] * len(items)
     indices: list[Any] = []
-    positions: list[int | None] = []
-    for item, dim in zip(items, at, strict=True):
+    index_bdims: list[int | None] = []
+    for item, bdim in zip(items, item_bdims, strict=True):
         if item is Ellipsis:
             count = rank - len(items) + 1
         elif type(item) is slice and item == _ALL:
             count = 1
         elif isinstance(item, torch.Tensor) and item.dtype in _INTEGERS:
-            if logical_rank(item, dim) == 0:
+            if logical_rank(item, bdim) == 0:
                 return None  # acts as an int: the result is a view
             indices.append(item)
-            positions.append(dim)
+            index_bdims.append(bdim)
             continue
         else:
             return None
         indices += [None] * count
-        positions += [None] * count
-    return (indices, positions) if len(indices) <= rank else None
+        index_bdims += [None] * count
+    return (indices, index_bdims) if len(indices) <= rank else None
 
 
 def transposed_matrix(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Transpose, as the function rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
-    at = dims[0]
+    bdim = bdims[0]
     if x.dim() != 3:
         return NotImplemented
-    first, second = [dim for dim in (0, 1, 2) if dim != at]
+    first, second = [dim for dim in (0, 1, 2) if dim != bdim]
     out = x.transpose(first, second)
-    return out, at
+    return out, bdim
 
 
 def chosen(rule: Rule) -> Rule:
     """Return the function rule of ``torch.where`` with a mask and two tensors or numbers."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 3 or not isinstance(args[0], torch.Tensor):
             return NotImplemented
-        return rule(op, level, dims, args, kwargs)
+        return rule(op, level, bdims, args, kwargs)
 
     return rule_of_call
 
@@ -240,12 +246,12 @@ def chosen_by_method(rule: Rule) -> Rule:
     rule_of_function = chosen(rule)
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 3:
             return NotImplemented
         x, mask, y = args
-        ordered = (dims[1], dims[0], dims[2])
+        ordered = (bdims[1], bdims[0], bdims[2])
         return rule_of_function(torch.where, level, ordered, (mask, x, y), kwargs)
 
     return rule_of_call
@@ -255,9 +261,9 @@ def part(rule: Rule) -> Rule:
     """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        return rule(op, level, dims, args, NO_KWARGS) if args[0].is_complex() else NotImplemented
+        return rule(op, level, bdims, args, NO_KWARGS) if args[0].is_complex() else NotImplemented
 
     return rule_of_call
 
@@ -269,12 +275,12 @@ def cast(dtype: torch.dtype) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         (x, *rest) = args
         if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:
             return NotImplemented
-        return op(x), dims[0]
+        return op(x), bdims[0]
 
     return rule_of_call
 

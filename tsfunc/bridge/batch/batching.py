@@ -11,7 +11,7 @@ from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import (
     BatchLevel,
     BatchTracer,
-    dims_of,
+    bdims_of,
     rewrap,
     unwrap,
     unwrap_args,
@@ -54,12 +54,12 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for position in op.written:
             before_write(level, args[position : position + 1])
     _, values, kinds = unwrap_args(args, level)
-    dims = dims_of(kinds, values)
-    any_batched = any(dim is not None for dim in dims)
+    bdims = bdims_of(kinds, values)
+    any_batched = any(bdim is not None for bdim in bdims)
     if kwargs:
         pairs = {name: unwrap(arg, level) for name, arg in kwargs.items()}
-        if any(dim is not None for _, dim in pairs.values()):
-            return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
+        if any(bdim is not None for _, bdim in pairs.values()):
+            return _with_batched_kwargs(op, level, args, kwargs, values, bdims, pairs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
     if not any_batched and not (isinstance(op, TorchOperator) and needs_rule(op, values, kwargs)):
         note("once")
@@ -70,8 +70,8 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         and (not op.composite or has_autocast_kernel(op.name))
     ):
         with suspend_autocast():  # NOTE [autocast and rules]
-            return _by_rule(op, level, args, kwargs, values, dims)
-    return _by_rule(op, level, args, kwargs, values, dims)
+            return _by_rule(op, level, args, kwargs, values, bdims)
+    return _by_rule(op, level, args, kwargs, values, bdims)
 
 
 def _by_rule(
@@ -80,16 +80,16 @@ def _by_rule(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     values: list[Any],
-    dims: list[Any],
+    bdims: list[Any],
 ) -> Any:
     """Run the batching rule of the operator's row, or ``without_rule`` if no rule applies."""
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         if isinstance(op, TorchOperator) and op.inplace:
             change = _reshape if op.reshapes else _write
-            out = change(op, row.rule, args[0], level, dims, values, kwargs)
+            out = change(op, row.rule, args[0], level, bdims, values, kwargs)
         else:
-            out = row.rule(op.native, level, dims, values, kwargs)
+            out = row.rule(op.native, level, bdims, values, kwargs)
         if out is not NotImplemented:
             return rewrap(op, level, args, kwargs, out[0], out[1])
     return without_rule(op, level, args, kwargs)
@@ -107,7 +107,7 @@ def _with_batched_kwargs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     values: Sequence[Any],
-    dims: Sequence[Any],
+    bdims: Sequence[Any],
     pairs: Mapping[str, tuple[Any, Any]],
 ) -> Any:
     """Run a call with batched keyword-only tensors.
@@ -119,11 +119,11 @@ def _with_batched_kwargs(
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
-        batched = {name: dim for name, (_, dim) in pairs.items() if dim is not None}
+        batched = {name: bdim for name, (_, bdim) in pairs.items() if bdim is not None}
         rule = op.row.rule if op.row is not None else None
         if rule is not None and batched.keys() <= KEYWORDS.get(op.name, frozenset()):
             named = {name: value for name, (value, _) in pairs.items()}
-            out = rule(op.native, level, [*dims, batched], values, named)
+            out = rule(op.native, level, [*bdims, batched], values, named)
             if out is not NotImplemented:
                 return rewrap(op, level, args, kwargs, out[0], out[1])
     return without_rule(op, level, args, kwargs)
@@ -134,16 +134,16 @@ def _write(
     rule: Rule,
     target: Any,
     level: BatchLevel,
-    dims: list[Any],
+    bdims: list[Any],
     values: list[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run the rule of an in-place operator, after making its target batched if necessary."""
-    if dims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
+    if bdims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
         with level.at_own_level():
             adopt(op.name, target, level, batched=True)
-        values[0], dims[0] = target.value, target.bdim
-    return rule(op.native, level, dims, values, kwargs)
+        values[0], bdims[0] = target.value, target.bdim
+    return rule(op.native, level, bdims, values, kwargs)
 
 
 # NOTE [changes of shape in place]
@@ -155,14 +155,14 @@ def _reshape(
     rule: Rule,
     target: Any,
     level: BatchLevel,
-    dims: list[Any],
+    bdims: list[Any],
     values: list[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run an in-place operator that changes its argument's shape, by the functional rule."""
     functional = functional_form(op.overload)
     assert functional is not None
-    out = rule(functional[0], level, dims, values, kwargs)
+    out = rule(functional[0], level, bdims, values, kwargs)
     if out is not NotImplemented:
         target.value, target.bdim = out
     return out

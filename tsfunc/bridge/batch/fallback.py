@@ -196,7 +196,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     begin = _example_seeder(op, level, kwargs)
     for i in range(needed_number(level.batch_size, _reason(op))):
         begin(i)
-        sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
+        sliced = [v if bdim is None else v.select(bdim, i) for v, bdim in pairs]
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
         shapes = _written_shapes(op, one_args)
         results.append(op.outward(*one_args, **one_kwargs))

@@ -175,14 +175,14 @@ class SplitLevel(BatchLevel):
         duplicate.splitter = _RestartSplitter(self)
         return duplicate
 
-    def without_unused(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
+    def without_unused(self, value: torch.Tensor, bdim: int, generation: int) -> torch.Tensor:
         """Select the remaining examples of a value from an earlier generation."""
         positions = self._picked.get(generation)
         if positions is None:
             positions = torch.searchsorted(self._past[generation], self.subset)
             self._picked[generation] = positions
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
-            taken = take_examples(value, at, positions)
+            taken = take_examples(value, bdim, positions)
         self._moves.moved(value, taken, self)
         return taken
 

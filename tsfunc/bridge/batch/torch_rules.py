@@ -44,9 +44,9 @@ def run_torch_rule(
     rule = vmap_rule(op.name)
     if rule is not None:
         note("rule", name_of_rule(rule), code_location_text(rule))
-        dims, values = _batched(args, level)
+        bdims, values = _batched(args, level)
         info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
-        returned = rule(info, tuple(dims), *values, **kwargs)
+        returned = rule(info, tuple(bdims), *values, **kwargs)
         label = f"the rule that register_vmap was given for {op.name}"
         return results_of_rule(returned, label, values, args, level)
     if has_torch_rule(op):
@@ -62,20 +62,20 @@ def has_torch_rule(op: TorchOperator) -> bool:
 
 def _batched(args: Sequence[Any], level: BatchLevel) -> tuple[list[Any], list[Any]]:
     """Return batch dims and values of the arguments; a list argument has a list of batch dims."""
-    dims, values = [], []
+    bdims, values = [], []
     for arg in args:
-        value, dim = unwrap(arg, level)
+        value, bdim = unwrap(arg, level)
         values.append(value)
-        dims.append([None] * len(arg) if dim is None and isinstance(arg, (list, tuple)) else dim)
-    return dims, values
+        bdims.append([None] * len(arg) if bdim is None and isinstance(arg, (list, tuple)) else bdim)
+    return bdims, values
 
 
 def _by_torch_vmap(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    dims, values = _batched(args, level)
+    bdims, values = _batched(args, level)
     mapped = TORCH_FUNC["vmap"](
-        lambda *inner: op.overload(*inner, **kwargs), tuple(dims), randomness=level.randomness
+        lambda *inner: op.overload(*inner, **kwargs), tuple(bdims), randomness=level.randomness
     )
     outs = mapped(*values)
     return pytrees.tree_map(lambda x: wrap(x, 0, level) if isinstance(x, torch.Tensor) else x, outs)
@@ -97,8 +97,8 @@ def _by_tag(
     rule = _by_tags[op.name]
     if rule is None:
         return NotImplemented
-    dims, values = _batched(args, level)
-    out = rule(op.overload, level, dims, values, kwargs)
+    bdims, values = _batched(args, level)
+    out = rule(op.overload, level, bdims, values, kwargs)
     if out is NotImplemented:
         return out
     note("category", name_of_rule(rule))

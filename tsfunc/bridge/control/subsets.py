@@ -177,13 +177,13 @@ class SubsetLevel(BatchLevel, LevelProxy):
             type(value) is SlottedBatchTracer and value.dispatch_level is self.parent
         )
 
-    def physical(self, value: torch.Tensor, dim: int | None, level: BatchLevel) -> torch.Tensor:
+    def physical(self, value: torch.Tensor, bdim: int | None, level: BatchLevel) -> torch.Tensor:
         """Return the subset's part of a physical value of an ancestor."""
-        if dim is not None:
-            value = value.index_select(dim, self.index_in(level))
+        if bdim is not None:
+            value = value.index_select(bdim, self.index_in(level))
         if not self.single:
-            return wrap(value, dim, self)
-        return value if dim is None else value.squeeze(dim)
+            return wrap(value, bdim, self)
+        return value if bdim is None else value.squeeze(bdim)
 
     def replaces(self, value: Tracer) -> bool:
         """True if the subset remaps a tracer.
@@ -426,11 +426,11 @@ class _Scatter(LinearMap):
         with level.restored():
             if level.depth > subset.depth:
                 return rebuilt(value, linear(self, (at_level(value.value, subset),)))
-            inner, dim = batched_value(value, subset)
+            inner, bdim = batched_value(value, subset)
             shape = list(inner.shape)
-            shape[dim] = target.batch_size
+            shape[bdim] = target.batch_size
             zeros = inner.new_zeros(shape)
-            return wrap(zeros.index_add(dim, subset.index_in(target), inner), dim, target)
+            return wrap(zeros.index_add(bdim, subset.index_in(target), inner), bdim, target)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         return (self.subset.remap(cotangent),)
@@ -471,9 +471,9 @@ class Merge(LinearMap):
             if level.depth > self.target.depth:
                 return self._inside(level, values)
             pairs = [batched_value(v, part) for v, part in zip(values, self.parts, strict=True)]
-            dim = pairs[0][1]
-            inner = [v if at == dim else v.movedim(at, dim) for v, at in pairs]
-            return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
+            to = pairs[0][1]
+            inner = [v if bdim == to else v.movedim(bdim, to) for v, bdim in pairs]
+            return wrap(torch.cat(inner, to).index_select(to, self.order), to, self.target)
 
     def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
         """Merge at a level inside of the subsets, by the values that its tracers wrap."""

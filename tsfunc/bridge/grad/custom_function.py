@@ -30,7 +30,7 @@ from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
-    dim_of,
+    bdim_of,
     has_setup,
     on_primals,
     results_of_rule,
@@ -237,7 +237,7 @@ def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
         return pytrees.unflatten(tree, results)
     if cls.vmap is not _torch_vmap:
         leaves, tree = pytrees.flatten(args)  # the arguments may be containers of tensors
-        if any(dim_of(leaf, level) is not None for leaf in leaves):
+        if any(bdim_of(leaf, level) is not None for leaf in leaves):
             return _apply_vmap_staticmethod(cls, level, leaves, tree)
     needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
     return MappedFunction(cls, level, args, needs)(args)[0]
@@ -255,7 +255,7 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
             f"them is meant can't be told. Remove one."
         )
     values = [value_of(arg, level) for arg in args]
-    dims = pytrees.unflatten(tree, [dim_of(arg, level) for arg in args])
+    dims = pytrees.unflatten(tree, [bdim_of(arg, level) for arg in args])
     info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
     called = f"{cls.__qualname__}.apply"
     with level.restored():

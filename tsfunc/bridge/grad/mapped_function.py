@@ -49,14 +49,14 @@ def value_of(arg: Any, level: TracerLevel) -> Any:
     return arg.value if own else arg
 
 
-def dim_of(arg: Any, level: TracerLevel) -> int | None:
+def bdim_of(arg: Any, level: TracerLevel) -> int | None:
     """Return the batch dim of a tracer of the level, or None."""
     return arg.bdim if isinstance(arg, BatchTracer) and arg.dispatch_level is level else None
 
 
 def rewrapped(
     results: Sequence[Any],
-    dims: Sequence[int | None],
+    bdims: Sequence[int | None],
     values: Sequence[Any],
     args: Sequence[Any],
     level: TracerLevel,
@@ -67,21 +67,21 @@ def rewrapped(
     autograd records at the level: a node has results of one level.
     """
 
-    def tracer(result: Any, dim: int | None) -> Any:
+    def tracer(result: Any, bdim: int | None) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
         for value, arg in zip(values, args, strict=True):
-            if value is result and dim_of(arg, level) == dim:
+            if value is result and bdim_of(arg, level) == bdim:
                 return arg
         if not isinstance(level, BatchLevel):
             return level.lift(result)
         return (
             result
-            if dim is None and not level.autograd
-            else wrap(result, dim, level, result.storage_offset())
+            if bdim is None and not level.autograd
+            else wrap(result, bdim, level, result.storage_offset())
         )
 
-    return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
+    return [tracer(result, bdim) for result, bdim in zip(results, bdims, strict=True)]
 
 
 def results_of_rule(
@@ -111,13 +111,13 @@ def results_of_rule(
     output, out_dims = returned
     leaves, tree = pytrees.flatten(output)
     try:
-        dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
+        bdims = pytrees.broadcast_prefix(out_dims, output, lambda bdim: bdim is None)
     except ValueError as error:
         raise RuntimeError(
             f"vmap: {label} returned an incompatible (output, out_dims): out_dims {out_dims} are "
             f"not a prefix of the structure of the output, {pytrees.spelled(tree)}."
         ) from error
-    return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
+    return pytrees.unflatten(tree, rewrapped(leaves, bdims, values, args, level))
 
 
 def unaliased(result: Any, operands: Sequence[Any]) -> Any:
@@ -189,7 +189,7 @@ class MappedFunction:
     for all examples, but its derivative by the class's ``backward`` may differ.
 
     Attributes:
-        dims: the batch dim of each argument, or None.
+        bdims: the batch dim of each argument, or None.
         shapes: the shape of each argument for one example.
         results: the number of results; stored tensors that are not results come after them.
         out_dims: the batch dim of each result and stored tensor, or None.
@@ -202,7 +202,7 @@ class MappedFunction:
         self, cls: Any, outer: TracerLevel, args: Sequence[Any], needs_input_grad: Sequence[bool]
     ) -> None:
         self.cls, self.outer, self.needs = cls, outer, tuple(needs_input_grad)
-        self.dims = [dim_of(arg, outer) for arg in args]
+        self.bdims = [bdim_of(arg, outer) for arg in args]
         self.shapes = [arg.shape if isinstance(arg, torch.Tensor) else None for arg in args]
         self.results = 0
         self.out_dims: list[int | None] = []
@@ -219,7 +219,7 @@ class MappedFunction:
         stored = self.restored(self.stored_tensors(args, results))
         return pytrees.unflatten(self.tree, results[: self.results]), stored
 
-    def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
+    def run(self, call: Callable[..., Any], values: Sequence[Any], bdims: Sequence[Any]) -> Any:
         """Call a function with a new level and tracers of it for the values."""
         outer = self.outer
         with using(_state_outside(outer)):
@@ -228,7 +228,7 @@ class MappedFunction:
             level = outer.duplicate(f"vmap of {self.cls.__name__}")
             level.outside_roots = call, values
             with level, watching_random():
-                return call(level, _wrapped(values, at, level))
+                return call(level, _wrapped(values, bdims, level))
 
     def forward(self, *values: Any) -> Any:
         """Return the results, followed by the other tensors stored on the ctx."""
@@ -243,21 +243,21 @@ class MappedFunction:
             tracers, self.tree = pytrees.flatten(out)
             self.results = len(tracers)
             self._keep(ctx, level, values, tracers)
-            self.out_dims = [dim_of(x, level) for x in tracers]
+            self.out_dims = [bdim_of(x, level) for x in tracers]
             written = [value_of(x, level) for x in ctx.dirty]
             results = [value_of(x, level) for x in tracers]
             for i, x in enumerate(results[: self.results]):
                 if isinstance(x, torch.Tensor) and not any(x is one for one in written):
                     results[i] = unaliased(x, values)
             by = any(
-                dim is not None and isinstance(x, torch.Tensor) and differentiable(x)
-                for x, dim in zip(values, self.dims, strict=True)
+                bdim is not None and isinstance(x, torch.Tensor) and differentiable(x)
+                for x, bdim in zip(values, self.bdims, strict=True)
             )
             if isinstance(level, BatchLevel) and (by or self.batched):
                 self._batch_all(results, level.batch_size)
             return tuple(results)
 
-        return self.run(call, values, self.dims)
+        return self.run(call, values, self.bdims)
 
     def _keep(
         self, ctx: FunctionContext, level: TracerLevel, values: Sequence[Any], results: list[Any]
@@ -288,7 +288,7 @@ class MappedFunction:
     @property
     def batched(self) -> bool:
         """True if any result is batched."""
-        return any(dim is not None for dim in self.out_dims[: self.results])
+        return any(bdim is not None for bdim in self.out_dims[: self.results])
 
     def stored_tensors(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the tensors stored on the ctx, from a call's inputs and results."""
@@ -314,21 +314,21 @@ class MappedFunction:
         ctx.set_materialize_grads(stored.materialize)
 
     def derivative(
-        self, method: str, ctx: Any, given: Sequence[Any], at: Sequence[Any], moved: Any
+        self, method: str, ctx: Any, given: Sequence[Any], bdims: Sequence[Any], moved: Any
     ) -> list[Any]:
         """Run ``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` unwraps result ``i``."""
         kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
-            dims = self.stored_tensors(self.dims, self.out_dims)
-            saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
+            bdims = self.stored_tensors(self.bdims, self.out_dims)
+            saved = _wrapped(kept, bdims, level) if isinstance(level, BatchLevel) else kept
             own = self.restored(saved).seen_by(method)
             own.needs_input_grad = tuple(ctx.needs_input_grad)
             derivatives = getattr(self.cls, method)(own, *inputs)
             derivatives = derivatives if isinstance(derivatives, tuple) else (derivatives,)
             return [moved(x, i, level) for i, x in enumerate(derivatives)]
 
-        out: list[Any] = self.run(call, given, at)
+        out: list[Any] = self.run(call, given, bdims)
         return out
 
     @restoring_thread_state
@@ -348,23 +348,23 @@ class MappedFunction:
         shape = self.shapes[i]
         if shape is not None and x.shape != shape:
             x = x.sum_to_size(shape)
-        value, dim, to = value_of(x, level), dim_of(x, level), self.dims[i]
+        value, bdim, to = value_of(x, level), bdim_of(x, level), self.bdims[i]
         if to is None:
-            if dim is not None:
-                return value.sum(dim)
+            if bdim is not None:
+                return value.sum(bdim)
             return value * _size(level) if self.batched else value
-        return expand_at(value, dim, _size(level), to)
+        return expand_at(value, bdim, _size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         """Run the class's ``jvp``; each tangent has the batch dim of its result."""
-        tangents_out = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
+        tangents_out = self.derivative("jvp", ctx, tangents, self.bdims, self._tangent)
         return (*tangents_out, *[None] * (len(self.out_dims) - self.results))
 
     def _tangent(self, x: Any, i: int, level: TracerLevel) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
-        return value if to is None else expand_at(value, dim, _size(level), to)
+        value, bdim, to = value_of(x, level), bdim_of(x, level), self.out_dims[i]
+        return value if to is None else expand_at(value, bdim, _size(level), to)
 
 
 def _state_outside(level: TracerLevel) -> State:
@@ -394,10 +394,10 @@ def _original(level: Level) -> Level:
     return level.original if isinstance(level, BatchLevel) else level
 
 
-def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
+def _wrapped(values: Sequence[Any], bdims: Sequence[Any], level: BatchLevel) -> list[Any]:
     return [
-        wrap(value, dim, level) if dim is not None and isinstance(value, torch.Tensor) else value
-        for value, dim in zip(values, at, strict=True)
+        wrap(value, bdim, level) if bdim is not None and isinstance(value, torch.Tensor) else value
+        for value, bdim in zip(values, bdims, strict=True)
     ]
 
 

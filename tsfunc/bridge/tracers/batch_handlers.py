@@ -47,7 +47,7 @@ from tsfunc.bridge.tracers.call_plans import (
     PlanStep,
     are_lifted,
     arguments_of,
-    dims_at_call,
+    bdims_at_call,
     fits,
     is_innermost,
     plans_of_function,
@@ -158,7 +158,7 @@ def call_by_plan(
     if plan.writes and level.splitter is not None:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
     direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and fits(plan, values))
-    dims = plan.dims
+    bdims = plan.bdims
     if not direct:
         if step is _TABLE or step is _UNBATCHED or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
@@ -173,8 +173,8 @@ def call_by_plan(
                 return call_below_function(func, types, args, kwargs)
         if step is _DECOMPOSED:
             return _decomposed(plan, level, args, kwargs)
-        if dims is None:
-            dims = dims_at_call(plan, kinds, values, len(args))
+        if bdims is None:
+            bdims = bdims_at_call(plan, kinds, values, len(args))
     if kwargs or plan.form is not None:
         arguments = arguments_of(plan, values, len(args), kwargs)
         if arguments is None:
@@ -182,7 +182,7 @@ def call_by_plan(
         values, kwargs = arguments
     tls.state = level.outer
     try:
-        out = _computed(plan, level, direct, values, kwargs, dims)
+        out = _computed(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
     return _wrapped(plan, level, direct, args, kwargs, out)
@@ -190,7 +190,7 @@ def call_by_plan(
 
 def _computed(
     plan: CallPlan, level: BatchLevel, direct: bool, values: Sequence[Any],
-    kwargs: Mapping[str, Any], dims: Sequence[Any] | None,
+    kwargs: Mapping[str, Any], bdims: Sequence[Any] | None,
 ) -> Any:  # fmt: skip
     """Return what a plan computes from the values; NotImplemented leaves the call to the table.
 
@@ -199,7 +199,7 @@ def _computed(
         level: the level of the call.
         direct: True if the plan's function is called on the values.
         values, kwargs: the arguments of the function or the rule.
-        dims: the batch dims of the values.
+        bdims: the batch dims of the values.
     """
     try:
         if direct:
@@ -207,7 +207,7 @@ def _computed(
         if plan.step is _UNBATCHED:
             return plan.function(*values, **kwargs), None
         # A form omits trailing arguments that equal the defaults.
-        return plan.rule(plan.target, level, dims[: len(values)], values, kwargs)  # type: ignore[misc,index]
+        return plan.rule(plan.target, level, bdims[: len(values)], values, kwargs)  # type: ignore[misc,index]
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the rule again
     except CALL_ERRORS:
@@ -238,12 +238,12 @@ def _wrapped(
         return args[0] if isinstance(out, _Tensor) else NotImplemented
     if direct:
         return wrap(out, plan.dim, level)
-    values, dims = out
+    values, bdims = out
     if plan.writes:
         return args[0]
     if plan.operator is None or type(values) is _Tensor:
-        return wrap(values, dims, level, values.storage_offset() if plan.view else None)
-    made = rewrap(plan.operator, level, args, kwargs, values, dims)
+        return wrap(values, bdims, level, values.storage_offset() if plan.view else None)
+    made = rewrap(plan.operator, level, args, kwargs, values, bdims)
     return made if plan.form is None else plan.form.result_of(made)
 
 
@@ -292,9 +292,9 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
     step = plan.step
     if step is _TABLE or (plan.writes and level.splitter is not None):
         return NotImplemented
-    dims = plan.dims
-    if dims is None:
-        dims = dims_at_call(plan, kinds[: len(args)], values, len(args))
+    bdims = plan.bdims
+    if bdims is None:
+        bdims = bdims_at_call(plan, kinds[: len(args)], values, len(args))
     guards = captured.guards  # free guards; other threads may pop them meanwhile
     try:
         guard = guards.pop()
@@ -311,7 +311,7 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         direct = step is _DIRECT or (
             (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
         )
-        out = _computed(plan, level, direct, values, kwargs, dims)
+        out = _computed(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
         if want is not grad:

@@ -129,11 +129,11 @@ class BatchLevel(TracerLevel):
         if not isinstance(drawn, torch.Tensor):
             self.draw_count = drawn + 1
             return drawn
-        value, dim = drawn, None
+        value, bdim = drawn, None
         if isinstance(drawn, BatchTracer) and drawn.dispatch_level is self:
-            value, dim = drawn.value, drawn.bdim
+            value, bdim = drawn.value, drawn.bdim
         value = as_seen_by_kernel(value)
-        self.draw_count = wrap(value + 1, dim, self)
+        self.draw_count = wrap(value + 1, bdim, self)
         return value
 
     @property
@@ -348,17 +348,17 @@ def read(tracer: BatchTracer, name: str) -> Any:
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_empty_batch(name, level))
-    at, value = tracer.bdim, tracer.value
-    assert at is not None
+    bdim, value = tracer.bdim, tracer.value
+    assert bdim is not None
     if type(value) is torch.Tensor and value.numel() == level.batch_size:
         answer = common_value(value, name)
         if answer is not None:
             return answer
     with level.restored():
         if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
-            level.splitter.agree(comparison_rows(value, at, name))
+            level.splitter.agree(comparison_rows(value, bdim, name))
         # One result for all; it raises if the tensors have no single value.
-        return getattr(tracer.value.select(at, 0), name)()
+        return getattr(tracer.value.select(bdim, 0), name)()
 
 
 _SEQUENCES = frozenset({list, tuple, torch.Size})
@@ -371,7 +371,7 @@ TRACERS: set[type] = set()
 Unwrapped = tuple[BatchLevel | None, list[Any], list[Any]]
 
 
-def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
+def unwrap_args(args: Sequence[Any], current: BatchLevel | None = None) -> Unwrapped:
     """Return the level of a call, the values of its arguments, and their kinds.
 
     Lists and tuples with tensors are unwrapped item by item. Tracers of other levels are values.
@@ -389,33 +389,33 @@ def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
         (``call_plans``).
 
     Raises:
-        EscapedTracerError: ``at`` is given, and a tracer belongs to a level inside of it.
+        EscapedTracerError: ``current`` is given, and a tracer belongs to a level inside of it.
     """
-    level = at
+    level = current
     values: list[Any] = []
     kinds: list[Any] = []
     for arg in args:
         kind: Any = type(arg)
-        if kind in TRACERS or (at is not None and isinstance(arg, BatchTracer)):
+        if kind in TRACERS or (current is not None and isinstance(arg, BatchTracer)):
             own = arg.dispatch_level
             if own is level or level is None:
                 level = own
                 kinds.append(arg.bdim)
                 values.append(arg.value)
                 continue
-            if at is None:
+            if current is None:
                 return _unwrap_innermost(args)
-            if own.depth >= at.depth:
+            if own.depth >= current.depth:
                 refuse_escaped("an operator", own)
-        elif kind in _SEQUENCES or (at is not None and isinstance(arg, list | tuple)):
+        elif kind in _SEQUENCES or (current is not None and isinstance(arg, list | tuple)):
             items = set(map(type, arg))
             if not items <= NO_TENSORS:
-                inner = unwrap_args(arg, at)
+                inner = unwrap_args(arg, current)
                 if not inner[2]:  # one level replaces another
                     return inner
                 kind = (kind, *_without_repeats(inner[2]))
                 if inner[0] is not None and (
-                    at is None or any(isinstance(item, Tracer) for item in arg)
+                    current is None or any(isinstance(item, Tracer) for item in arg)
                 ):
                     if level is not None and inner[0] is not level:
                         return _unwrap_innermost(args)
@@ -432,22 +432,22 @@ def _without_repeats(kinds: list[Any]) -> list[Any]:
     return kinds[:1] if kinds.count(kinds[0]) == len(kinds) else kinds
 
 
-def dims_of(kinds: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def bdims_of(kinds: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Return the batch dims of unwrapped arguments, as batching rules take them."""
     return [
-        kind if type(kind) is int else _dims_of_items(kind, value) if type(kind) is tuple else None
+        kind if type(kind) is int else _bdims_of_items(kind, value) if type(kind) is tuple else None
         for kind, value in zip(kinds, values, strict=True)
     ]
 
 
-def _dims_of_items(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any] | None:
+def _bdims_of_items(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any] | None:
     kinds = kind[1:]
     if type(kinds[0]) is frozenset:
         return None
     if len(kinds) == 1:
         kinds = kinds * len(values)
-    dims = dims_of(kinds, values)
-    return None if all(dim is None for dim in dims) else dims
+    bdims = bdims_of(kinds, values)
+    return None if all(bdim is None for bdim in bdims) else bdims
 
 
 def _unwrap_innermost(args: Sequence[Any]) -> Unwrapped:
@@ -470,7 +470,7 @@ def _levels_of(args: Sequence[Any]) -> Iterator[BatchLevel]:
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
     """Return the value and the batch dim of one argument: :func:`unwrap_args`."""
     _, values, kinds = unwrap_args((arg,), level)
-    return values[0], dims_of(kinds, values)[0]
+    return values[0], bdims_of(kinds, values)[0]
 
 
 def rewrap(
@@ -497,9 +497,9 @@ def rewrap(
     return out
 
 
-def _rewrap_one(item: Any, dim: Any, level: BatchLevel) -> Any:
+def _rewrap_one(item: Any, bdim: Any, level: BatchLevel) -> Any:
     if isinstance(item, torch.Tensor):
-        return wrap(item, dim, level, item.storage_offset())
+        return wrap(item, bdim, level, item.storage_offset())
     if isinstance(item, list | tuple):
-        return [_rewrap_one(part, dim, level) for part in item]
+        return [_rewrap_one(part, bdim, level) for part in item]
     return item

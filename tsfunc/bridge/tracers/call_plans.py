@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, dims_of
+from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, bdims_of
 from tsfunc.bridge.tracers.decompositions import required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
 from tsfunc.bridge.tracers.operators import TorchOperator, tensors_in
@@ -79,7 +79,7 @@ class CallPlan:
         rule: the batching rule; also of a ``SAME_RANK`` or ``BROADCAST`` plan, for other operands.
         target: the callable that the rule gets.
         operator: the operator, or None for a rule of a Python function.
-        dims: the batch dims of the arguments, as the rule takes them; None if an argument is a
+        bdims: the batch dims of the arguments, as the rule takes them; None if an argument is a
             list of tensors, whose length is not in the key.
         dim: the batch dim of the result of a plan that calls the function on the values.
         first: for a ``BROADCAST`` plan, True if the batched operand is the first.
@@ -99,7 +99,7 @@ class CallPlan:
     """
 
     __slots__ = (
-        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "parsed",
+        "bdims", "below", "dim", "first", "form", "function", "innermost", "operator", "parsed",
         "recipes", "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ class CallPlan:
         self.operator = operator
         self.target = function if operator is None else operator.overload
         self.dim: int | None = None
-        self.dims: list[Any] | None = None
+        self.bdims: list[Any] | None = None
         self.unrecorded: tuple[int, ...] = ()
         self.form: Form | None = None
         self.first = True
@@ -283,7 +283,7 @@ def _function_plan(
             direct.parsed = _parsed(function, args, kwargs)
             return direct
         plan = CallPlan(PlanStep.RULE, function, rule.rule)
-        plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
+        plan.bdims, plan.view = _bdims_of_kinds(kinds[: len(args)]), rule.view
         plan.below = isinstance(function, C_TYPES) and (
             function not in METHODS or _leaves(Stage.METHOD, function, kinds)
         )
@@ -316,8 +316,8 @@ def _function_plan(
         plan = CallPlan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
         return TABLE
-    dims = _dims_of_kinds(kinds)
-    plan.form, plan.dims = form, None if dims is None else form.dims_in_order(dims, len(args))
+    bdims = _bdims_of_kinds(kinds)
+    plan.form, plan.bdims = form, None if bdims is None else form.bdims_in_order(bdims, len(args))
     return plan
 
 
@@ -340,14 +340,14 @@ def _shift_function(
         plan.shifts = _shifts(form.op.direct_rule, kinds)
 
 
-def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
+def _bdims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
     """Return the batch dims that kinds alone determine, or None for lists of tensors."""
     if any(type(kind) is tuple and type(kind[1]) is not frozenset for kind in kinds):
         return None
     return [kind if type(kind) is int else None for kind in kinds]
 
 
-def dims_at_call(
+def bdims_at_call(
     plan: CallPlan, kinds: Sequence[Any], values: Sequence[Any], count: int
 ) -> Sequence[Any]:
     """Return the batch dims of a call with lists of tensors, as the rule takes them.
@@ -358,8 +358,8 @@ def dims_at_call(
         values: the unwrapped arguments, followed by the unwrapped keyword arguments.
         count: the number of the arguments.
     """
-    dims = dims_of(kinds, values)
-    return dims[:count] if plan.form is None else plan.form.dims_in_order(dims, count)
+    bdims = bdims_of(kinds, values)
+    return bdims[:count] if plan.form is None else plan.form.bdims_in_order(bdims, count)
 
 
 def _below_plan(
@@ -507,7 +507,7 @@ def _direct_plan(
         step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.SAME_RANK
     plan = CallPlan(step, function, rule, operator)
     plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
-    plan.dims = _dims_of_kinds(kinds[:count])
+    plan.bdims = _bdims_of_kinds(kinds[:count])
     return plan
 
 
@@ -522,7 +522,7 @@ def _operator_plan(
         if op.always_ruled:
             return TABLE
         plan = CallPlan(PlanStep.UNBATCHED, op.overload, None, op)
-        plan.dims = []
+        plan.bdims = []
         return plan
     if op.inplace and (not args or type(kinds[0]) is not int):
         return TABLE  # the written tensor becomes a batched tracer first
@@ -532,7 +532,7 @@ def _operator_plan(
             return direct
     plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
     plan.shifts = None if "memory_format" in kwargs else _shifts(op.direct_rule, kinds)
-    plan.dims = _dims_of_kinds(kinds[: len(args)])
+    plan.bdims = _bdims_of_kinds(kinds[: len(args)])
     return plan
 
 

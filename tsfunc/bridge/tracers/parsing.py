@@ -149,14 +149,16 @@ class Form:
             values = [*values[:packed], tuple(values[packed:count]), *values[count:]]
         return self.arguments_in(values)
 
-    def dims_in_order(self, dims: Sequence[Any], count: int) -> list[Any]:
+    def bdims_in_order(self, bdims: Sequence[Any], count: int) -> list[Any]:
         """Return the batch dims of a call's arguments in the schema's order."""
         if self.as_it_is:
-            return list(dims)
+            return list(bdims)
         packed = self.packed
         if packed is not None:
-            dims = [*dims[:packed], None, *dims[count:]]
-        return [dims[position] if position < len(dims) else None for position, _ in self.positions]
+            bdims = [*bdims[:packed], None, *bdims[count:]]
+        return [
+            bdims[position] if position < len(bdims) else None for position, _ in self.positions
+        ]
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.tracers.call_plans import CallPlan, dims_at_call, plans_of_operator
+from tsfunc.bridge.tracers.call_plans import CallPlan, bdims_at_call, plans_of_operator
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of, tensors_in
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.ops.registry import Category, RuleLevel
@@ -173,10 +173,10 @@ def record(
         return None
     recorder = _Recorder((*args, *kwargs.values()), nested, writable=plan.writes)
     level = cast(RuleLevel, _BatchSize(batch_size))
-    dims = plan.dims if plan.dims is not None else dims_at_call(plan, kinds, args, len(args))
+    bdims = plan.bdims if plan.bdims is not None else bdims_at_call(plan, kinds, args, len(args))
     try:
         with without_autograd(), recorder, _Properties():
-            result = plan.rule(plan.target, level, dims, args, kwargs)
+            result = plan.rule(plan.target, level, bdims, args, kwargs)
     except Exception:
         return None  # the rule itself raises the user's error
     if result is NotImplemented:
@@ -188,9 +188,9 @@ def record(
     results = [out] if single else out or ()  # a check of errors returns nothing
     made = []
     for i, result in enumerate(results):
-        dim = out_dims if single or not isinstance(out_dims, list | tuple) else out_dims[i]
+        bdim = out_dims if single or not isinstance(out_dims, list | tuple) else out_dims[i]
         parts = result if isinstance(result, list | tuple) else (result,)
-        each = dim if isinstance(dim, list | tuple) else [dim] * len(parts)
+        each = bdim if isinstance(bdim, list | tuple) else [bdim] * len(parts)
         made.append(list(zip(parts, each, strict=True)))
     if not recorder.known.issuperset(map(id, tensors_in(results))):
         return None

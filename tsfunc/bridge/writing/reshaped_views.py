@@ -153,10 +153,10 @@ def strides_alone(x: torch.Tensor) -> list[int]:
     """Return the strides of one example laid out without the batch dims."""
     if not isinstance(x, BatchTracer):
         return list(x.stride())
-    strides, at = strides_alone(x.value), x.bdim
-    if at is None:
+    strides, bdim = strides_alone(x.value), x.bdim
+    if bdim is None:
         return strides
-    size, step = x.value.shape[at], hint_of(strides.pop(at))
+    size, step = x.value.shape[bdim], hint_of(strides.pop(bdim))
     return [stride // size if hint_of(stride) > step else stride for stride in strides]
 
 

@@ -19,7 +19,7 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
             (``"mylib::scale"``).
         category: how the shapes of its results follow from those of its arguments, as a
             :class:`Category` or its name.
-        rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``;
+        rule: its batching rule, ``rule(op, level, bdims, args, kwargs) -> (out, out_dims)``;
             see NOTE [batching rules] in ``tsfunc/ops/registry.py``. Without a rule, vmap uses the
             rule of the category if one exists (TensorIterator; Identity and Batched with one
             tensor and without arguments that name dims) and if the operator's fake kernel agrees
@@ -40,9 +40,9 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
         >>> @torch.library.custom_op("doc::double_rows", mutates_args=())
         ... def double_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
         ...     return torch.cat([x[:rows] * 2, x[rows:]])
-        >>> def rule(op, level, dims, args, kwargs):
+        >>> def rule(op, level, bdims, args, kwargs):
         ...     x, rows = args
-        ...     x = x.movedim(dims[0], 1)  # the rows come first, then the batch
+        ...     x = x.movedim(bdims[0], 1)  # the rows come first, then the batch
         ...     return op(x, rows), 1
         >>> tsfunc.ops.register(double_rows, category="N-Dimensional", rule=rule)
         >>> x = torch.arange(6.0).reshape(2, 3)
