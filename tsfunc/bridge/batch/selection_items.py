@@ -166,7 +166,13 @@ def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
     return _restricted(x, mask)
 
 
+def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Return the text for people; a format spec would format a number."""
+    return NotImplemented if any(args[1:]) else args[0].describe()
+
+
 function_rules: Final = SelectionRules()
+function_rules.serve(_text, "__repr__ __format__", _T)
 function_rules.serve(_flattened, "flatten ravel reshape view")
 function_rules.serve(_cat, "cat concat concatenate")
 function_rules.serve(_masked_select, "masked_select")

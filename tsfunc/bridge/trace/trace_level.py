@@ -172,6 +172,10 @@ class TraceLevel(TracerLevel):
     def handles_factory(self, name: str, random: bool) -> bool:
         return True
 
+    def size_text(self, size: Any) -> str:
+        """Return a size in the user's names."""
+        return self.symbols.spell_size(size)
+
     def fake_like(
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
@@ -388,7 +392,9 @@ class TraceTracer(Tracer):
         level = self.dispatch_level
         if not level.alive:
             return f"TraceTracer(of {level.name}, which has ended)"
-        return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
+        from tsfunc.bridge.tracers.texts import text_of
+
+        return f"TraceTracer({text_of(self)} of {level.name}: {self.node.name})"
 
 
 TraceTracer.__getattr__ = attribute  # type: ignore[attr-defined]

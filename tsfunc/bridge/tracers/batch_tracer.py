@@ -215,12 +215,15 @@ class BatchTracer(Tracer):
         return read(self, name)
 
     def describe(self) -> str:
+        from tsfunc.bridge.tracers.texts import text_of, value_text
+
         level = self.dispatch_level
+        value = value_text(self.value)
         if not level.alive:
-            value = f", value=\n{self.value!r}" if self.bdim is None else ""
-            return f"BatchTracer(of {level.name}, which has ended{value})"
+            known = f": {value}" if self.bdim is None else ""
+            return f"BatchTracer(of {level.name}, which has ended{known})"
         dims = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
-        return f"BatchTracer(level {level.depth} of {level.name}, {dims}, value=\n{self.value!r})"
+        return f"BatchTracer({text_of(self)} of {level.name}, {dims}: {value})"
 
 
 def unwrap_ended(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:

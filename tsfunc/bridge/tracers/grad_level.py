@@ -49,7 +49,10 @@ class GradTracer(Tracer):
         return getattr(self.value, name)()
 
     def describe(self) -> str:
-        return f"GradTracer(level {self.dispatch_level.depth}, value=\n{self.value!r})"
+        from tsfunc.bridge.tracers.texts import text_of, value_text
+
+        value = value_text(self.value)
+        return f"GradTracer({text_of(self)} of {self.dispatch_level.name}: {value})"
 
 
 class SlottedGradTracer(SlottedTracer, GradTracer):

@@ -441,6 +441,9 @@ class Guards(tuple[Guard, ...]):
     def __str__(self) -> str:
         return str(self.texts)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} guards: {'; '.join(self.texts)}>"
+
 
 @dataclass(frozen=True, eq=False)
 class SettingsAre(Guard):

@@ -58,7 +58,7 @@ class InputSpec:
 
     position: int
     name: str
-    example: torch.Tensor
+    example: torch.Tensor = dataclasses.field(repr=False)
     dims: tuple[DimForm, ...]
     any_grad: bool = False
 
