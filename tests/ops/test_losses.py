@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
+import tsfunc.ops
 from tests.ops.harness import check
 
 aten = torch.ops.aten
@@ -114,3 +118,88 @@ def test_ctc_loss() -> None:
     tensors = (torch.tensor([6, 6]), torch.tensor([3, 3]))
     choices = [(0,), (1,), (0, 1), (3,), (0, 2, 3)]
     assert check(aten._ctc_loss.Tensor, x, targets, *tensors, choices=choices)
+
+
+X, TARGETS = torch.randn(3, 4, dtype=torch.float64), torch.tensor([3, 0, 1])
+SHARES = torch.rand(3, 4, dtype=torch.float64)
+BY_CONSTANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]] = {
+    "cross entropy of probabilities": lambda x, w, reduction: F.binary_cross_entropy(
+        x.sigmoid(), SHARES, w, reduction=reduction
+    ),
+    "cross entropy of logits": lambda x, w, reduction: F.binary_cross_entropy_with_logits(
+        x, SHARES, w, reduction=reduction
+    ),
+    "cross entropy with weights of the positive": lambda x, w, reduction: (
+        F.binary_cross_entropy_with_logits(x, SHARES, w.cos(), pos_weight=w, reduction=reduction)
+    ),
+    "logarithmic likelihood": lambda x, w, reduction: F.nll_loss(
+        x, TARGETS, w, reduction=reduction, ignore_index=0
+    ),
+    "logarithmic likelihood of an image": lambda x, w, reduction: F.nll_loss(
+        x[None].mT, TARGETS[None], w, reduction=reduction
+    ),
+    "smoothed cross entropy": lambda x, w, reduction: F.cross_entropy(
+        x, TARGETS, w, reduction=reduction, label_smoothing=0.1
+    ),
+    "logarithmic likelihood with weights of zero": lambda x, w, reduction: F.nll_loss(
+        x, TARGETS, w * SHARES.lt(0.5).any(0), reduction=reduction
+    ),
+}
+BY_STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "batch norm": lambda x, w: F.batch_norm(x, w, w.square(), w, w),
+    "batch norm of images": lambda x, w: F.batch_norm(x[..., None, None], w.cos(), w),
+    "instance norm": lambda x, w: F.instance_norm(x[None].mT, w, w.square(), use_input_stats=False),
+    "batch norm by its operators": lambda x, w: (
+        aten._native_batch_norm_legit(x, w, None, w, w, False, 0.1, 0.1)[0]
+        + aten._native_batch_norm_legit_no_training(x, w, None, w, w, 0.1, 0.1)[0]
+        + aten._batch_norm_no_update(x, w, w, w, w, 0.1, 0.1)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", BY_CONSTANTS)
+def test_tangents_of_arguments_that_torch_takes_for_constants(name: str, reduction: str) -> None:
+    """torch's forward mode ignores the tangents of these arguments."""
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return BY_CONSTANTS[name](x, w, reduction)
+
+    _check_constants(loss)
+
+
+@pytest.mark.parametrize("name", BY_STATISTICS)
+def test_tangents_of_running_statistics(name: str) -> None:
+    """torch's forward mode ignores them."""
+    _check_constants(BY_STATISTICS[name])
+
+
+def _check_constants(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    w = torch.rand(4, dtype=torch.float64) + 0.5
+    for tangents in ((X * 0, w.sin()), (X.cos(), w.sin())):
+        _check_pushed(loss, (X, w), tangents)
+        _check_pushed(
+            lambda x, w: tsfunc.grad(lambda x: loss(x, w).cos().sum())(x), (X, w), tangents
+        )
+
+
+def _check_pushed(
+    f: Callable[..., torch.Tensor], at: tuple[torch.Tensor, ...], tangents: tuple[torch.Tensor, ...]
+) -> None:
+    """Check the tangents of a function, also by transforms and programs, by differences."""
+
+    def shifted(by: float) -> torch.Tensor:
+        return f(*(x + by * t for x, t in zip(at, tangents, strict=True)))
+
+    want = (shifted(1e-5) - shifted(-1e-5)) / 2e-5
+
+    def pushed(*at: torch.Tensor) -> torch.Tensor:
+        return tsfunc.jvp(f, at, tangents)[1]
+
+    for got in (
+        pushed(*at),
+        tsfunc.vmap(pushed, (None, 0))(at[0], torch.stack([at[1], at[1]]))[1],
+        tsfunc.specialize(pushed)(*at),
+        tsfunc.jvp(tsfunc.specialize(f), at, tangents)[1],
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tsfunc.ops import (
     attention_decompositions,
@@ -46,15 +47,22 @@ def batch_norm(
     wide = in_accumulation_dtype(x)
     dims = [d for d in range(x.dim()) if d != 1]
     mean, var = wide.mean(dims), wide.var(dims, correction=0)
+    out, scale = _normalized(wide, weight, bias, mean, var, eps)
+    return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return a tensor normalized by statistics of its channels, and the scale of each channel."""
     scale = (var + eps).rsqrt()
 
     def column(v: Tensor) -> Tensor:
         return v.reshape(-1, *[1] * (x.dim() - 2))
 
-    out = (wide - column(mean)) * column(scale)
+    out = (x - column(mean)) * column(scale)
     out = out if weight is None else out * column(weight)
-    out = out if bias is None else out + column(bias)
-    return out.to(x.dtype), mean.detach(), scale.detach()
+    return out if bias is None else out + column(bias), scale
 
 
 def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
@@ -158,19 +166,42 @@ def logcumsumexp(x: Tensor, dim: int) -> Any:
 
 
 def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    """Batch norm in training, also with the arguments of operators that update statistics."""
+    """Batch norm, also with the arguments of operators that update statistics."""
     training, momentum, eps = rest if len(rest) == 3 else (True, *rest)
-    if not training:
+    if training:
+        if mean is not None:  # updates the running statistics
+            torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
+        return batch_norm(x, weight, bias, eps)
+    if mean is None or var is None:
         return NotImplemented
-    if mean is not None:  # updates the running statistics
-        torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
-    return batch_norm(x, weight, bias, eps)
+    out, _ = _normalized(in_accumulation_dtype(x), weight, bias, mean, var, eps)
+    return out.to(x.dtype), x.new_empty(0), x.new_empty(0)
 
 
 def batch_norm_with_update(*args: Any) -> Any:
     """``aten::_batch_norm_with_update``; only its own derivative reads the last result."""
     x = args[0]
     return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
+
+
+def batch_norm_evaluating(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
+    """``aten::_native_batch_norm_legit_no_training``."""
+    return native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+
+
+def batch_norm_with_reserve(*args: Any) -> Any:
+    """``aten::cudnn_batch_norm`` in evaluation; only its own derivative reads the last result."""
+    x, training = args[0], args[5]
+    if training:
+        return NotImplemented
+    return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
+
+
+def batch_norm_no_update(*args: Any) -> Any:
+    """``aten::_batch_norm_no_update``"""
+    return (*batch_norm_evaluating(*args), args[0].new_empty((0,), dtype=torch.uint8))
 
 
 def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
@@ -247,22 +278,29 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> Any:
-    """``aten::native_batch_norm_backward`` with statistics recomputed from the input."""
-    if not training:
-        return NotImplemented
+    """``aten::native_batch_norm_backward``; in training, the statistics are recomputed."""
     dims, wide, cotangent = (
         [d for d in range(x.dim()) if d != 1],
         in_accumulation_dtype(x),
         in_accumulation_dtype(grad),
     )
-    mean = wide.mean(dims, keepdim=True)
-    scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
-    pulled = cotangent
-    if weight is not None:
-        pulled = cotangent * weight.reshape(-1, *[1] * (x.dim() - 2))
-    by_x = _normalization_grad(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None
+
+    def column(v: Tensor) -> Tensor:
+        return v.reshape(-1, *[1] * (x.dim() - 2))
+
+    pulled = cotangent if weight is None else cotangent * column(weight)
+    if training:
+        mean = wide.mean(dims, keepdim=True)
+        scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
+    elif running_mean is None or running_var is None:
+        return NotImplemented
+    else:
+        mean, scale = column(running_mean), column((running_var + eps).rsqrt())
+    by_x = None
+    if mask[0]:
+        by_x = _normalization_grad(wide, pulled, mean, scale, dims) if training else pulled * scale
     return (
-        None if by_x is None else _in_layout_of(x, by_x),
+        None if by_x is None else _in_layout_of(x, by_x.to(x.dtype)),
         (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
         cotangent.sum(dims).to(x.dtype) if mask[2] else None,
     )
@@ -275,6 +313,77 @@ def binary_cross_entropy_backward(
     pulled = grad * (x - target) / (x * (1 - x)).clamp_min(1e-12)
     pulled = pulled if weight is None else pulled * weight
     return pulled / x.numel() if reduction == 1 else pulled
+
+
+def binary_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """``aten::binary_cross_entropy``."""
+    losses = functional.binary_cross_entropy(x, target, reduction="none")
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+def binary_cross_entropy_with_logits(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    """``aten::binary_cross_entropy_with_logits``."""
+    surprise = functional.logsigmoid(x)
+    surprise = surprise if pos_weight is None else surprise * (1 + (pos_weight - 1) * target)
+    losses = (1 - target) * x - surprise
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+def _reduced(losses: Tensor, reduction: int) -> Tensor:
+    """Return losses after torch's reduction 0 (none), 1 (mean) or 2 (sum)."""
+    if reduction == 0:
+        return losses
+    return losses.mean() if reduction == 1 else losses.sum()
+
+
+def _class_weights(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Return the dim of classes, the targets, True where one counts, and weights of examples."""
+    counts = target != ignore_index
+    target = torch.where(counts, target, 0)
+    weights = x.new_ones(()) if weight is None else weight[target]
+    return min(x.dim() - 1, 1), target, counts, torch.where(counts, weights, 0)
+
+
+def nll_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """``aten::nll_loss_forward`` and ``aten::nll_loss2d_forward``."""
+    classes, target, counts, weights = _class_weights(x, target, weight, ignore_index)
+    picked = x.gather(classes, target.unsqueeze(classes)).squeeze(classes)
+    # An infinite logarithm of an ignored example is not part of the loss.
+    losses = -torch.where(counts, picked, 0) * weights
+    if reduction == 0:
+        return losses, x.new_zeros(())
+    total = weights.sum()
+    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+
+
+def nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total: Tensor,
+) -> Tensor:
+    """``aten::nll_loss_backward`` and ``aten::nll_loss2d_backward``."""
+    classes, target, _, weights = _class_weights(x, target, weight, ignore_index)
+    pulled = -grad * weights
+    pulled = pulled / weights.sum() if reduction == 1 else pulled
+    return torch.zeros_like(x).scatter(
+        classes, target.unsqueeze(classes), pulled.unsqueeze(classes)
+    )
 
 
 def batch_norm_backward_with_reserve(*args: Any) -> Any:
@@ -383,8 +492,27 @@ PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.PUSHED,
     **differentiable_norms.PUSHED,
 }
-# torch has no derivative of these by their mask, and no tangents.
+# torch has no derivative of attention by its mask, and no tangents.
 MASKED: dict[str, Callable[..., Any]] = attention_decompositions.MASKED
+# torch takes the weights and statistics (the arguments after the second or third) for constants:
+# its reverse mode refuses them, and its forward mode ignores their tangents.
+WEIGHTED: dict[str, tuple[Callable[..., Any], int]] = {
+    "aten::binary_cross_entropy": (binary_cross_entropy, 2),
+    "aten::binary_cross_entropy_with_logits": (binary_cross_entropy_with_logits, 2),
+    "aten::nll_loss_forward": (nll_loss, 2),
+    "aten::nll_loss2d_forward": (nll_loss, 2),
+    "aten::nll_loss_backward": (nll_loss_backward, 3),
+    "aten::nll_loss2d_backward": (nll_loss_backward, 3),
+    "aten::native_batch_norm": (native_batch_norm, 3),
+    "aten::_native_batch_norm_legit": (native_batch_norm, 3),
+    "aten::_native_batch_norm_legit_no_training": (batch_norm_evaluating, 3),
+    "aten::_batch_norm_no_update": (batch_norm_no_update, 3),
+    "aten::cudnn_batch_norm": (batch_norm_with_reserve, 3),
+    "aten::miopen_batch_norm": (native_batch_norm, 3),
+    "aten::binary_cross_entropy_backward": (binary_cross_entropy_backward, 3),
+    "aten::native_batch_norm_backward": (batch_norm_backward, 3),
+    "aten::batch_norm_backward": (batch_norm_backward_with_reserve, 3),
+}
 # Two derivatives of torch's formulas are wrong or fail, even without tangents.
 TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::copysign.Tensor": copysign,

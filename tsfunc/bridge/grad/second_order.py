@@ -16,6 +16,10 @@ level the formulas of another one, or a trace does: those of ``det``, ``slogdet`
 the saved factors unless grad mode is on, and those of norms write in place. These operators are
 rewritten whenever two transforms differentiate by an argument.
 
+torch takes the weights of losses and the statistics of normalizations for constants: its tangent
+formulas ignore their tangents without an error. These operators are rewritten if a transform
+differentiates by such an argument. Reverse mode alone raises torch's error.
+
 The tangent formula of a power multiplies the tangent of the exponent by the logarithm of the base.
 torch gives an exponent without a tangent a lazy zero, whose product is zero even if the base is
 negative. At a level the zero has memory (NOTE [the factory keys]), and the product would be NaN;
@@ -66,6 +70,7 @@ from tsfunc.ops.differentiable_decompositions import (
     PUSHED_DECOMPOSED,
     TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
+    WEIGHTED,
 )
 
 # Operators whose pullbacks can be differentiated any number of times.
@@ -75,7 +80,9 @@ _Decomposition = Callable[..., Any]
 _Condition = Callable[[Sequence[Any]], bool]
 
 # The backward formulas that a program intercepts while it runs.
-BACKWARD_FORMULAS = frozenset({*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED, *MASKED})
+BACKWARD_FORMULAS = frozenset(
+    {*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED, *MASKED, *WEIGHTED}
+)
 
 
 def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +117,11 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         (TWICE_DECOMPOSED, _differentiated_twice, True),
         (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
         (PUSHED_DECOMPOSED, _has_tangent, True),
-        (MASKED, lambda x: _has_tangent(x) or _differentiates_mask(x), False),
+        (MASKED, lambda x: _has_tangent(x) or _differentiates_after(3, x), False),
+        *[
+            ({name: form}, functools.partial(_differentiates_after, count), False)
+            for name, (form, count) in WEIGHTED.items()
+        ],
         (_POWERS, _has_constant_exponent, True),
         (
             BACKWARD_DECOMPOSED,
@@ -123,13 +134,29 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
             False,
         ),
     ]
-    for table, applies, skipped_by_one_derivative in tables:
+    for name, (decomposition, conditions, skipped) in _joined(tables).items():
+        applies = conditions[0] if len(conditions) == 1 else functools.partial(_any, conditions)
+        yield name, decomposition, applies, skipped
+        inplace = _inplace_name(name)
+        if decomposition is not None and overload_of(inplace) is not None:
+            yield inplace, functools.partial(_write, decomposition), applies, skipped
+
+
+def _joined(
+    tables: Sequence[tuple[Mapping[str, _Decomposition | None], _Condition, bool]],
+) -> dict[str, tuple[_Decomposition | None, list[_Condition], bool]]:
+    """Return what replaces each operator of the tables, and all conditions for it."""
+    joined: dict[str, tuple[_Decomposition | None, list[_Condition], bool]] = {}
+    for table, applies, skipped in tables:
         for name, decomposition in table.items():
-            yield name, decomposition, applies, skipped_by_one_derivative
-            inplace = _inplace_name(name)
-            if decomposition is not None and overload_of(inplace) is not None:
-                write = functools.partial(_write, decomposition)
-                yield inplace, write, applies, skipped_by_one_derivative
+            first, conditions, also_skipped = joined.get(name, (decomposition, [], True))
+            assert first is decomposition, f"two replacements of {name}"
+            joined[name] = (first, [*conditions, applies], skipped and also_skipped)
+    return joined
+
+
+def _any(conditions: Sequence[_Condition], values: Sequence[Any]) -> bool:
+    return any(applies(values) for applies in conditions)
 
 
 def _has_constant_exponent(values: Sequence[Any]) -> bool:
@@ -288,10 +315,10 @@ def _differentiated_inside(values: Sequence[Any]) -> bool:
         return any(_differentiated(inner) for x in values for inner in _inside(x))
 
 
-def _differentiates_mask(values: Sequence[Any]) -> bool:
-    """True if attention is differentiated by its mask, the fourth tensor, at any level."""
-    masks = [value for value in values if isinstance(value, torch.Tensor)][3:]
-    return bool(masks) and (_recorded(masks) or _perturbed_inside(masks))
+def _differentiates_after(count: int, values: Sequence[Any]) -> bool:
+    """True if a transform at any level differentiates by an argument after the first ones."""
+    rest = [value for value in values[count:] if isinstance(value, torch.Tensor)]
+    return bool(rest) and (_recorded(rest) or _has_tangent(rest) or _perturbed_inside(rest))
 
 
 def _perturbed_inside(values: Sequence[Any]) -> bool:
