@@ -93,7 +93,7 @@ def test_an_unknown_key_is_refused_with_those_that_there_are() -> None:
 
 
 def test_a_key_is_not_made_by_calling_the_class() -> None:
-    with pytest.raises(DispatchError, match=r"write DispatchKey.define\(name, above"):
+    with pytest.raises(DispatchError, match=r"Write DispatchKey.define\(name, above"):
         DispatchKey()
 
 

@@ -125,6 +125,12 @@ def test_a_file_with_an_unknown_kind_of_guard_is_refused() -> None:
         trace_guards.read_trace_guard(field, trace_guards.DescribedArguments({}, (), ()))
 
 
+def test_a_file_with_an_unknown_kind_of_argument_is_refused() -> None:
+    reader = guards.ArgumentReader(ValueReader(), {}, Symbols({}).fake, set())
+    with pytest.raises(FileFormatError, match="expected a number, a value or a tensor, got"):
+        guards.read_argument_guard(0, Field.parse(b'{"shape": [1]}', "here"), reader)
+
+
 def test_a_file_keeps_the_guards(tmp_path: Path) -> None:
     f = specialize(lambda x, y, k, c: x + k if x is y else x * y * len(c), {"k": int})
     for y in (torch.ones(4, requires_grad=True), torch.ones(4)):
@@ -135,7 +141,7 @@ def test_a_file_keeps_the_guards(tmp_path: Path) -> None:
 
 
 def test_json_is_read_back_as_the_same_guard() -> None:
-    values, fake = ValueReader(), Symbols({}).fake
+    reader = guards.ArgumentReader(ValueReader(), {}, Symbols({}).fake, set())
     shape = random.sample(range(2, 9), 2)
     print("shape", shape)
     for value in (*CONSTANTS, *tensors(shape)):
@@ -145,12 +151,8 @@ def test_json_is_read_back_as_the_same_guard() -> None:
         except NoFileForm:  # a function, a path
             assert isinstance(value, Path) or callable(value)
             continue
-        field = Field.parse(text.encode(), "here")
-        back: ArgumentGuard
-        if isinstance(guard, guards.TensorMeta):
-            back = guards.TensorMeta.from_json(0, field, values, {}, fake)
-        else:
-            back = guards.ValueIs.from_json(0, field, values)
+        back = guards.read_argument_guard(0, Field.parse(text.encode(), "here"), reader)
+        assert type(back) is type(guard)
         assert list(back.texts(name)) == list(guard.texts(name))
         assert repr(back.facts(name)) == repr(guard.facts(name))
         if isinstance(value, int | float | str | None):  # the keys of others are their ids

@@ -127,7 +127,7 @@ BREAKS: dict[Callable[[Program], None], str] = {
     give_it_by_a_wrong_name: "aten::cat has no argument axis",
     say_another_type: "its dtype is torch.float32, not torch.float64",
     say_another_shape: r"its shape is \[2\*n\], not \[n, 3\]",
-    call_another_operator: "it is said to be aten::sin, and calls aten.cos.default",
+    call_another_operator: "its operator is aten::sin, but it calls aten.cos.default",
     sum_over_a_dim_that_is_not_there: "it can't be computed: IndexError",
 }
 

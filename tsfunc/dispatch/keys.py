@@ -24,13 +24,15 @@ from tsfunc.errors import DispatchError
 WIDTH: Final = 1024
 # The distance of a new key without bounds from the highest key.
 _STEP: Final = 8
-_ROOM: Final = __name__.rpartition(".")[0] + "."
+_PACKAGE_PREFIX: Final = __name__.rpartition(".")[0] + "."
 
 
 def caller_site() -> str:
     """Return the ``file:line`` of the nearest code outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ROOM):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        _PACKAGE_PREFIX
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -63,8 +65,8 @@ class DispatchKey:
 
     def __init__(self) -> None:
         raise DispatchError(
-            "DispatchKey() is not how a key is made: "
-            "write DispatchKey.define(name, above=..., below=...)."
+            "DispatchKey() does not define a key. "
+            "Write DispatchKey.define(name, above=..., below=...)."
         )
 
     @classmethod

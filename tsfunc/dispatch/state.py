@@ -322,9 +322,9 @@ def _depth_elsewhere(state: State) -> int:
 class Level:
     """An active transform: one more level of a key, inside the levels active at its creation.
 
-    As a context manager the level becomes the innermost level of this thread; when the block ends,
-    ``alive`` becomes False, and stays so. With ``modal=True`` the level's key is in the include set
-    of the block, so that calls without any of the level's values reach its kernels too.
+    As a context manager the level is the innermost level of this thread. A level is entered once:
+    ``alive`` is False after the block. With ``modal=True`` the include set of the block has the
+    level's key, so that calls without any of the level's values reach its kernels too.
 
     Attributes:
         autograd: nonzero while a transform records derivatives on the level's values.

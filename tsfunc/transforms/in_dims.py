@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.transforms.argnums import is_nested
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 from tsfunc.types.values import is_array
@@ -213,9 +214,6 @@ class NestedInputError(RuntimeError):
     """Internal error: an input is a nested tensor, which has no single size to match."""
 
 
-_DENSE = (torch.Tensor, torch.nn.Parameter)
-
-
 def mapped(
     spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
 ) -> tuple[list[int | None], Any]:
@@ -238,7 +236,7 @@ def mapped(
                 _refuse_value(spec, value, dim, _name_at(spec, given, len(bdims)))
             bdims.append(None)  # an omitted optional input has no dims
             continue
-        if type(value) not in _DENSE and is_nested(value):
+        if type(value) not in PLAIN_TENSORS and is_nested(value):
             raise NestedInputError
         shape = value.shape  # a strided nested tensor raises RuntimeError here
         rank = len(shape)

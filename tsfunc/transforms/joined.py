@@ -11,12 +11,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.nesting import innermost_value
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.ops.compressed import concatenate, is_compressed
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Joined:
@@ -92,7 +91,7 @@ def _leaf(value: Any, dim: int | None, size: int) -> _LeafJoiner:
     if dim is None or not isinstance(value, torch.Tensor):
         return _SharedValue(value)
     dim %= value.dim()
-    plain = type(value) in _PLAIN and value.layout is torch.strided
+    plain = type(value) in PLAIN_TENSORS and value.layout is torch.strided
     if plain and not value.requires_grad and not can_carry_tangents():
         return _CopyingJoiner(value, dim, size)
     return _PartsJoiner(value, dim)

@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 _Owner = TypeVar("_Owner")
 
 
-Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
+DescriptorsOrContracts = Mapping[str, object] | Sequence[Mapping[str, object]]
 
 
 _NO_FUNCTIONS = (Mapping, Sequence, classmethod, staticmethod, property)
@@ -41,7 +41,7 @@ def _specialize_in_dynamo(
 @overload
 def specialize(
     func: torch.nn.Module,
-    descriptors: Descriptors | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
@@ -52,7 +52,7 @@ def specialize(
 @overload
 def specialize(
     func: Callable[_Params, _Result],
-    descriptors: Descriptors | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
@@ -63,7 +63,7 @@ def specialize(
 @overload
 def specialize(
     func: classmethod[_Owner, _Params, _Result],
-    descriptors: Descriptors | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
@@ -74,7 +74,7 @@ def specialize(
 @overload
 def specialize(
     func: property,
-    descriptors: Descriptors | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
@@ -84,8 +84,8 @@ def specialize(
 ) -> property: ...
 @overload
 def specialize(
-    func: Descriptors | None = None,
-    descriptors: Descriptors | None = None,
+    func: DescriptorsOrContracts | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
@@ -96,8 +96,12 @@ def specialize(
 @boundary("specialize", traceable=True)
 @delegate_in_dynamo(_specialize_in_dynamo)
 def specialize(
-    func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
-    descriptors: Descriptors | None = None,
+    func: Callable[..., Any]
+    | classmethod[Any, ..., Any]
+    | property
+    | DescriptorsOrContracts
+    | None = None,
+    descriptors: DescriptorsOrContracts | None = None,
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",

@@ -30,6 +30,7 @@ from tsfunc.bridge.control.axis_collectives import axis_index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
 from tsfunc.bridge.tracers.interrupts import undoing
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
@@ -150,7 +151,7 @@ def _check_for_nans(operator: str, out: Any, location: Location, backward: bool)
 
 def _nan_mask(value: Any) -> torch.Tensor | None:
     """Return where a plain tensor has NaNs; None if it has none, or can't be read."""
-    plain = isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(value) in PLAIN_TENSORS
     if not plain or isinstance(value, FakeTensor) or value.device.type == "meta":
         return None
     if value.layout != torch.strided or not (value.is_floating_point() or value.is_complex()):

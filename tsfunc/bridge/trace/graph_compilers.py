@@ -40,12 +40,11 @@ from torch.autograd import forward_ad
 from tsfunc._lazy import load
 from tsfunc.bridge.trace.torch_tracing import copied_views
 from tsfunc.bridge.tracers.interrupts import while_torch_traces
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import Tracer
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CompilerFailed(Exception):
@@ -178,7 +177,7 @@ def backend_of(name: str) -> Backend:
 def can_run_compiled(tensors: Sequence[torch.Tensor]) -> bool:
     """True if compiled code may run here: no mode, transform or class must see each operator."""
     return (
-        all(type(x) in _PLAIN for x in tensors)
+        all(type(x) in PLAIN_TENSORS for x in tensors)
         and forward_ad._current_level < 0
         and _functorch.maybe_current_level() is None
         and not in_dispatch_modes()

@@ -36,6 +36,7 @@ from torch._C._dynamo.guards import TensorGuards as TensorChecks
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.errors import ClosureError, TypeCheckError
@@ -94,9 +95,6 @@ def is_tensor_of(value: Any, cls: type) -> bool:
     return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """Return a function that is True only for tensors with the same properties as the examples.
 
@@ -110,7 +108,9 @@ def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         The function, which takes as many tensors as there are examples; None without examples, or
         if an example is not a plain strided tensor.
     """
-    if not examples or any(type(x) not in _PLAIN or x.layout != torch.strided for x in examples):
+    if not examples or any(
+        type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in examples
+    ):
         return None
     # torch's annotation is one list for all tensors; the function takes a list of lists.
     sizes: Any = [list(x.shape) for x in examples]

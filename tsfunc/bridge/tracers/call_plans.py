@@ -33,7 +33,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, bdims_of
 from tsfunc.bridge.tracers.decompositions import required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
-from tsfunc.bridge.tracers.operators import TorchOperator, tensors_in
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator, tensors_in
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
@@ -47,7 +47,6 @@ PLAIN: Final = frozenset({
     torch.nn.Parameter, torch.dtype, torch.memory_format, torch.device, torch.layout,
     list, tuple, torch.Size,
 })  # fmt: skip
-_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS: Final = frozenset({int, float})
 _BOUNDS: Final = frozenset({int, type(None)})
 _MOST_PLANS: Final = 512
@@ -426,7 +425,7 @@ def is_innermost(values: Sequence[Any]) -> bool:
                 if value.bdim != 0:
                     return False
                 value = value.value
-            if isinstance(value, torch.Tensor) and type(value) not in _TENSORS:
+            if isinstance(value, torch.Tensor) and type(value) not in PLAIN_TENSORS:
                 return False
     return True
 
@@ -442,7 +441,7 @@ def _has_plain_tensors(kind: Any) -> bool:
     """True for a plain tensor, and for a list with one."""
     if type(kind) is tuple:
         return type(kind[1]) is not frozenset and any(map(_has_plain_tensors, kind[1:]))
-    return kind in _TENSORS
+    return kind in PLAIN_TENSORS
 
 
 def are_lifted(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
@@ -460,7 +459,7 @@ def _no_tensors(kinds: Sequence[Any]) -> bool:
     return all(
         kind is not None
         and type(kind) is not int
-        and kind not in _TENSORS
+        and kind not in PLAIN_TENSORS
         and kind not in TRACERS
         and (type(kind) is not tuple or type(kind[1]) is frozenset)
         for kind in kinds
@@ -551,7 +550,7 @@ def _is_moved(kind: Any) -> bool:
 
 def _is_tensor(kind: Any) -> bool:
     """True for the kind of a tensor that is not batched, or not at the level."""
-    return kind is None or kind in _TENSORS or kind in TRACERS
+    return kind is None or kind in PLAIN_TENSORS or kind in TRACERS
 
 
 def fits(plan: CallPlan, values: Sequence[Any]) -> bool:

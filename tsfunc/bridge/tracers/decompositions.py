@@ -18,12 +18,10 @@ from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator
 from tsfunc.bridge.tracers.registrations import watching_factories
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, lift_where
-
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def run_decomposition(

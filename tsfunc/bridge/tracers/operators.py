@@ -39,6 +39,9 @@ from tsfunc.ops.dims import NoExamples
 from tsfunc.ops.registry import Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
+PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""torch's own classes of tensors; instances of other classes have handlers or other storage."""
+
 # The fourth and fifth arguments of these operators are running statistics, which they write to in
 # training; most of their schemas do not declare this.
 STATISTICS = frozenset({
@@ -388,8 +391,8 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
     """Return torch's Python function of an operator's name, and the position of ``reduction``."""
     overload = op.overload
     name = overload._schema.name.removeprefix("aten::")
-    if op.name in METHODS:
-        return METHODS[op.name], None
+    if op.name in METHODS_OF_SIZES:
+        return METHODS_OF_SIZES[op.name], None
     # torch's functions take several results as one argument `out`, overloads by a name for each.
     single = op.out_names in ((), ("out",))
     if overload.namespace == "aten" and name not in _OVERLOAD_ONLY and single:
@@ -407,7 +410,7 @@ def _argument_position(overload: OpOverload, name: str) -> int | None:
 
 
 # Operators that torch has as methods alone; these take the sizes as arguments of their own, too.
-METHODS: Final = {"aten::view": torch.Tensor.view, "aten::expand": torch.Tensor.expand}
+METHODS_OF_SIZES: Final = {"aten::view": torch.Tensor.view, "aten::expand": torch.Tensor.expand}
 # Python functions of these names differ from the operators of the same names.
 _OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})
 

@@ -23,7 +23,13 @@ from torch.autograd import forward_ad
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradLevel
-from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, tensors_in, updates_statistics
+from tsfunc.bridge.tracers.operators import (
+    PLAIN_TENSORS,
+    STATISTICS,
+    operator_of,
+    tensors_in,
+    updates_statistics,
+)
 from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.module_state import note_write
@@ -37,9 +43,6 @@ from tsfunc.bridge.writing.promotion import (
 )
 from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.random import refuse_in_error_mode, require_one_distribution, shared_draw_error
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 _IN_TORCH_FUNC = (
     "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor "
@@ -132,7 +135,7 @@ def adopt(
     lifted = isinstance(target, BatchTracer) and target.dispatch_level is level
     subject = target.value if isinstance(target, BatchTracer) and lifted else target
     if not isinstance(subject, Tracer):
-        if type(subject) not in _PLAIN and not hasattr(subject, "fake_mode"):
+        if type(subject) not in PLAIN_TENSORS and not hasattr(subject, "fake_mode"):
             return  # a tensor class of another library
         _refuse_leaf(subject)
     try:

@@ -275,7 +275,7 @@ class _Trace:
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
             self.gradients = ClosureGradients(
-                self.level, self.instances, self._attributes.append, self._record
+                self.level, self.instances, self._attributes.append, self._retrace_with_autograd
             )
             self.must_undo = True
             watching = watching_random(), watching_factories()
@@ -289,7 +289,7 @@ class _Trace:
             self.instances.restore()
             self.must_undo = False
 
-    def _record(self) -> NoReturn:
+    def _retrace_with_autograd(self) -> NoReturn:
         """Have the function traced again, with autograd recording."""
         raise Retrace(self.assumptions.moved(records_autograd=True))
 
@@ -373,7 +373,7 @@ class _Trace:
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
             if needed and not held.records_autograd:
-                self._record()  # the function has handled the exception
+                self._retrace_with_autograd()  # the function has handled the exception
             if held.recalled and not needed:
                 raise Retrace(held.moved(recalled=False, records_autograd=False))
         except Exception as error:

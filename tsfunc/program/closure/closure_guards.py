@@ -32,9 +32,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.program.closure.guard_codegen import (
-    _NO_KEY,
     Enter,
     Guard,
     GuardCode,
@@ -46,6 +44,8 @@ from tsfunc.program.closure.guard_codegen import (
     Source,
     compile_guard,
     keys_condition,
+    lines_of_tensors,
+    tensor_lines,
 )
 from tsfunc.types.values import describe, same_float, same_value
 
@@ -209,12 +209,15 @@ class KeysAre(SourceGuard):
             yield f"if {differ}: return None"
 
 
+_NOT_COMPARED: Any = object()
+
+
 @dataclass(frozen=True, eq=False)
 class LengthIs(SourceGuard):
     """The number of elements of a sequence; of a deque also its maximum."""
 
     length: int
-    most: Any = _NO_KEY
+    most: Any = _NOT_COMPARED
 
     @property
     def fact(self) -> tuple[str, Any]:
@@ -224,7 +227,7 @@ class LengthIs(SourceGuard):
         return len(value)
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
-        most = "" if self.most is _NO_KEY else f" or {at}.maxlen != {self.most}"
+        most = "" if self.most is _NOT_COMPARED else f" or {at}.maxlen != {self.most}"
         return f"len({at}) != {self.length}{most}"
 
     def fact_text(self) -> str:
@@ -302,23 +305,17 @@ class TensorConstant(SourceGuard):
 
     @classmethod
     def lines_of_many(cls, guards: Sequence[TensorConstant], code: GuardCode) -> Iterator[str]:
-        """Check all tensors at once in C++, and one by one if that fails."""
         variables = [code.variable(guard.source) for guard in guards]
-        closely = [
+        one_by_one = [
             line
             for at, guard in zip(variables, guards, strict=True)
             for line in (
                 f"if type({at}) is not {code.name(type(guard.tensor))}: return None",
-                *_type_of(at, guard.tensor, code),
+                *tensor_lines(at, guard.tensor, code),
             )
         ]
-        check = quick_check([guard.tensor for guard in guards])
-        if check is None:
-            yield from closely
-            return
-        code.scope["quick_own"] = check
-        yield f"if not quick_own({', '.join(variables)}):"
-        yield from (f"    {line}" for line in closely)
+        tensors = [guard.tensor for guard in guards]
+        return lines_of_tensors(variables, tensors, one_by_one, code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,30 +329,10 @@ class TensorInput(SourceGuard):
         return self.source.text, self.example
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        at, cls = code.variable(self.source), code.name(users_class(type(self.example)))
-        code.scope["is_tensor_of"] = is_tensor_of
-        known = f"if not is_tensor_of({at}, {cls}): return None"
-        return known, *_type_of(at, self.example, code)
+        return tensor_lines(code.variable(self.source), self.example, code)
 
     def fact_text(self) -> str:
         return f"is {describe(self.example)}"
-
-
-def _type_of(at: str, example: torch.Tensor, code: GuardCode) -> list[str]:
-    dtype, device = code.name(example.dtype), code.name(example.device)
-    shape = f"{at}.shape != {tuple(example.shape)!r}"
-    if example.layout is torch.strided and not example.is_nested:
-        contiguous = example.is_contiguous()
-        shape += (
-            f" or not {at}.is_contiguous()"
-            if contiguous
-            else f" or {at}.stride() != {tuple(example.stride())!r}"
-        )
-    return [
-        f"if {at}.dtype is not {dtype} or {at}.device != {device}: return None",
-        f"if {at}.requires_grad is not {example.requires_grad}: return None",
-        f"if {shape}: return None",
-    ]
 
 
 @dataclass(frozen=True, eq=False)

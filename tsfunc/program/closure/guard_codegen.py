@@ -25,11 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import optree
+import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.types import Dim
 
@@ -276,7 +278,7 @@ Names = Callable[[int], str]
 """From the position of a flattened argument to the user's spelling of it."""
 
 
-_NO_KEY: Any = object()
+NO_KEY: Final[Any] = object()  # of a step that is not into a container
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,12 +309,12 @@ class Source:
     @staticmethod
     def of_argument(position: int, text: str = "", owner: str = "") -> Source:
         """Return the source of a flattened argument."""
-        return Source(None, f"args[{position}]", _NO_KEY, text, owner or text, False)
+        return Source(None, f"args[{position}]", NO_KEY, text, owner or text, False)
 
     def at(self, step: str, text: str | None = None, owner: str | None = None) -> Source:
         """Return the source of a value one step on, such as ``{}.weight``."""
         text = self.text if text is None else text
-        return Source(self, step, _NO_KEY, text, text if owner is None else owner, self.in_closure)
+        return Source(self, step, NO_KEY, text, text if owner is None else owner, self.in_closure)
 
     def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
         """Return the source of an attribute."""
@@ -331,7 +333,7 @@ class Source:
     @cached_property
     def path(self) -> tuple[Any, ...]:
         """The steps of the path; equal for two sources of one value."""
-        last = self.step, None if self.key is _NO_KEY else id(self.key)
+        last = self.step, None if self.key is NO_KEY else id(self.key)
         return (last,) if self.base is None else (*self.base.path, last)
 
 
@@ -341,15 +343,19 @@ class GuardCode:
     Attributes:
         named_dims: the named dims.
         count: the number of flattened arguments.
+        prefix: the beginning of the names of objects.
         scope: the objects that the code refers to by name.
         bound: the named dims that have a variable.
         lines: the lines, those that bind the values on paths to variables included.
     """
 
     def __init__(
-        self, named_dims: Mapping[str, Dim] = MappingProxyType({}), count: int = 0
+        self,
+        named_dims: Mapping[str, Dim] = MappingProxyType({}),
+        count: int = 0,
+        prefix: str = "v",
     ) -> None:
-        self.named_dims, self.count = named_dims, count
+        self.named_dims, self.count, self.prefix = named_dims, count, prefix
         self.scope: dict[str, Any] = {}
         self.bound: set[str] = set()
         self.lines: list[str] = []
@@ -360,22 +366,18 @@ class GuardCode:
         """Return a name for an object."""
         name = self._names.get(id(value))
         if name is None:
-            name = self._names[id(value)] = f"v{len(self._names)}"
+            name = self._names[id(value)] = f"{self.prefix}{len(self._names)}"
             self.scope[name] = value
         return name
-
-    def spell(self, key: Any) -> str:
-        """Return the Python expression of a container's key."""
-        return repr(key) if type(key) in (int, str) else self.name(key)
 
     def variable(self, source: Source) -> str:
         """Return the variable of a value; its binding is added to the lines."""
         known = self._variables.get(source.path)
-        if known is None and source.base is None and source.key is not _NO_KEY:
+        if known is None and source.base is None and source.key is not NO_KEY:
             known = self._variables[source.path] = self.name(source.key)
         elif known is None:
             base = "" if source.base is None else self.variable(source.base)
-            item = "" if source.key is _NO_KEY else f"[{self.name(source.key)}]"
+            item = "" if source.key is NO_KEY else f"[{self.name(source.key)}]"
             known = self._variables[source.path] = f"p{len(self._variables)}"
             self.lines.append(f"{known} = {source.step.replace('{}', base, 1)}{item}")
         return known
@@ -406,6 +408,65 @@ class Guard:
     def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
         """Return the lines of all guards of the class."""
         return (line for guard in guards for line in guard.lines(code))
+
+
+# --- guards on tensors
+
+
+def tensor_lines(
+    at: str,
+    example: torch.Tensor,
+    code: GuardCode,
+    size_lines: Sequence[str] | None = None,
+    any_grad: bool = False,
+) -> list[str]:
+    """Return the lines of the guard on a tensor: its class, dtype, device, layout and sizes.
+
+    Args:
+        at: the variable of the tensor.
+        example: the tensor of the traced call.
+        code: receives the objects that the lines use.
+        size_lines: lines that check sizes and strides; None if both are the example's.
+        any_grad: True if ``requires_grad`` is not checked.
+    """
+    users, code.scope["is_tensor_of"] = users_class(type(example)), is_tensor_of
+    usual = torch.nn.Parameter if type(example) is torch.nn.Parameter else users
+    dtype, device, layout = map(code.name, (example.dtype, example.device, example.layout))
+    grad = "" if any_grad else f" or {at}.requires_grad is not {example.requires_grad}"
+    lines = [
+        f"if type({at}) is not {code.name(usual)} and not is_tensor_of({at}, {code.name(users)}): "
+        f"return None",
+        f"if {at}.dtype is not {dtype} or {at}.device != {device}{grad}: return None",
+        f"if {at}.layout is not {layout}: return None",  # some have no strides
+    ]
+    if size_lines is not None:
+        return [*lines, *size_lines]
+    lines.append(f"if {at}.shape != {tuple(example.shape)!r}: return None")
+    if example.layout is torch.strided and not example.is_nested:
+        lines.append(f"if {strides_condition(at, example)}: return None")
+    return lines
+
+
+def strides_condition(at: str, example: torch.Tensor) -> str:
+    """Return the condition that a tensor of the example's sizes has other strides."""
+    if example.is_contiguous():
+        return f"not {at}.is_contiguous()"
+    return f"{at}.stride() != {tuple(example.stride())!r}"
+
+
+def lines_of_tensors(
+    variables: Sequence[str],
+    examples: Sequence[torch.Tensor],
+    one_by_one: Iterable[str],
+    code: GuardCode,
+) -> Iterator[str]:
+    """Check tensors of fixed sizes at once in C++, and by other lines if that fails."""
+    check = quick_check(examples)
+    if check is None:
+        yield from one_by_one
+        return
+    yield f"if not {code.name(check)}({', '.join(variables)}):"
+    yield from (f"    {line}" for line in one_by_one)
 
 
 class GuardTexts(tuple[str, ...]):

@@ -40,13 +40,15 @@ from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments
 from tsfunc.program.guarding.guards import (
     AnyNumber,
     ArgumentGuard,
+    ArgumentReader,
     DimIs,
     TensorMeta,
     TypeIs,
     ValueIs,
+    read_argument_guard,
     read_scalar,
 )
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.program.guarding.inputs import InputSpec, sizes_of_call
 from tsfunc.program.guarding.trace_guards import (
     DescribedArguments,
     read_trace_guard,
@@ -133,21 +135,14 @@ class CallSpecReader:
         named_dims = {
             name: DimIs.from_json(text, name).dim for name, text in dims.mapping().items()
         }
-        leaves: list[Any] = []
-        inputs: list[InputSpec] = []
-        scalars: list[ScalarSpec] = []
-        for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
-            if leaf.get("value") is None:
-                inputs.append(
-                    TensorMeta.from_json(i, leaf, self._values, named_dims, self._fake).spec
-                )
-                leaves.append(None)
-            elif leaf.get("number") is not None:
-                taken = {*named_dims, *(spec.name for spec in scalars)}
-                scalars.append(AnyNumber.from_json(i, leaf, self._values, taken).spec)
-                leaves.append(scalars[-1].value)
-            else:
-                leaves.append(ValueIs.from_json(i, leaf, self._values).value)
+        reader = ArgumentReader(self._values, named_dims, self._fake, set(named_dims))
+        read = [
+            read_argument_guard(i, leaf, reader)
+            for i, leaf in enumerate(leaves_field.items(tree.num_leaves))
+        ]
+        leaves = [g.value if isinstance(g, AnyNumber | ValueIs) else None for g in read]
+        inputs = [guard.spec for guard in read if isinstance(guard, TensorMeta)]
+        scalars = [guard.spec for guard in read if isinstance(guard, AnyNumber)]
         settings = self._settings(settings_field)
         _require_sizes(dims, inputs, named_dims)
         tensors = frozenset(spec.position for spec in inputs)

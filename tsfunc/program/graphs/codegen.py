@@ -27,7 +27,12 @@ from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import split_check
 from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
-from tsfunc.bridge.tracers.operators import METHODS, TorchOperator, fast_function, runs_in_cpp
+from tsfunc.bridge.tracers.operators import (
+    METHODS_OF_SIZES,
+    TorchOperator,
+    fast_function,
+    runs_in_cpp,
+)
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
@@ -138,8 +143,8 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         called = names.of(function, getattr(function, "__name__", "function"))
     elif isinstance(op, TorchOperator):
         function = fast_function(op, node.args, node.kwargs)
-        sizes: Any = args[1] if op.name in METHODS else None
-        if sizes and function is METHODS[op.name] and len(args) == 2:
+        sizes: Any = args[1] if op.name in METHODS_OF_SIZES else None
+        if sizes and function is METHODS_OF_SIZES[op.name] and len(args) == 2:
             args = (args[0], *sizes)  # parsed faster than a list
         called = names.of(function, op.overload.overloadpacket.__name__)
     else:

@@ -290,7 +290,7 @@ def guard_lines(
         named_dims: the named dims.
         count: the number of flattened arguments.
     """
-    code = GuardCode(named_dims, count)
+    code = GuardCode(named_dims, count, prefix="arg_")
     for kind in (*ARGUMENT_KINDS, *TRACE_KINDS):
         code.add([guard for guard in guards if type(guard) is kind])
     return code.lines, code.scope

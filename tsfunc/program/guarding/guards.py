@@ -21,18 +21,21 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from tsfunc.bridge.trace.tensor_guards import (
-    is_tensor_of,
-    quick_check,
-    users_class,
-)
+from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
-from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names
+from tsfunc.program.closure.guard_codegen import (
+    Guard,
+    GuardCode,
+    Names,
+    lines_of_tensors,
+    strides_condition,
+    tensor_lines,
+)
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
@@ -57,6 +60,22 @@ class ValueDecoder(Protocol):
     def dtype(self, field: Field) -> torch.dtype: ...
 
 
+class ArgumentReader(NamedTuple):
+    """The parts of a file that the guards on its arguments refer to.
+
+    Attributes:
+        values: reads values.
+        named_dims: the named dims.
+        fake: the mode in which the tensors of the file are made.
+        names: the names of dims and of the numbers read so far.
+    """
+
+    values: ValueDecoder
+    named_dims: Mapping[str, Dim]
+    fake: AbstractContextManager[Any]
+    names: set[str]
+
+
 class UnquotedText(str):
     """A text that is shown without quotes: a named dim, the name of a class."""
 
@@ -67,8 +86,10 @@ class ArgumentGuard(Guard):
 
     Attributes:
         position: the index of the argument.
+        json_key: the key that guards of the class alone have in files; empty if none is in files.
     """
 
+    json_key: ClassVar[str] = ""
     position: int
 
     @property
@@ -82,6 +103,11 @@ class ArgumentGuard(Guard):
 
     def to_json(self, encode: Encode) -> Any:
         """Return the guard as JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> ArgumentGuard:
+        """Return the guard that `to_json` wrote."""
         raise NotImplementedError
 
 
@@ -109,10 +135,11 @@ class TypeIs(ArgumentGuard):
 class ValueIs(ArgumentGuard):
     """An argument that is a constant of the program: an equal value, or the same object."""
 
+    json_key: ClassVar[str] = "value"
     value: Any
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        return f"a = args[{self.position}]", _static(self.position, self.value, code.scope)
+        return f"a = args[{self.position}]", _static(self.value, code)
 
     def texts(self, name: Names) -> Iterable[str]:
         return (f"{name(self.position)} is {describe(self.value)}",)
@@ -128,21 +155,22 @@ class ValueIs(ArgumentGuard):
         return {"value": encode(self.value)}
 
     @classmethod
-    def from_json(cls, position: int, field: Field, values: ValueDecoder) -> ValueIs:
+    def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> ValueIs:
         (value,) = field.record("value")
-        return cls(position, values.decode(value))
+        return cls(position, reader.values.decode(value))
 
 
 @dataclass(frozen=True, eq=False)
 class AnyNumber(ArgumentGuard):
     """A number that is an input of the program: its type, and that it is finite."""
 
+    json_key: ClassVar[str] = "number"
     spec: ScalarSpec
     value: int | float
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        code.scope["isfinite"] = math.isfinite
-        held = "int" if type(self.value) is int else "float or not isfinite(a)"
+        finite = f"float or not {code.name(math.isfinite)}(a)"
+        held = "int" if type(self.value) is int else finite
         return f"a = args[{self.position}]", f"if type(a) is not {held}: return None"
 
     def texts(self, name: Names) -> Iterable[str]:
@@ -159,11 +187,10 @@ class AnyNumber(ArgumentGuard):
         return {"value": encode(self.value), "number": self.spec.name}
 
     @classmethod
-    def from_json(
-        cls, position: int, field: Field, values: ValueDecoder, taken: Collection[str]
-    ) -> AnyNumber:
+    def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> AnyNumber:
         value, name = field.record("value", "number")
-        spec = read_scalar(name, position, values.decode(value), taken)
+        spec = read_scalar(name, position, reader.values.decode(value), reader.names)
+        reader.names.add(spec.name)
         return cls(position, spec, spec.value)
 
 
@@ -171,26 +198,37 @@ class AnyNumber(ArgumentGuard):
 class TensorMeta(ArgumentGuard):
     """A tensor's class, dtype, device, layout and sizes."""
 
+    json_key: ClassVar[str] = "tensor"
     spec: InputSpec
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        checks = _tensor(self.spec, code.scope, code.bound, code.named_dims)
+        spec = self.spec
+        sizes = None if spec.is_fixed else self._size_lines(code)
+        checks = tensor_lines("a", spec.example, code, sizes, spec.any_grad)
         return f"a = args[{self.position}]", *checks
+
+    def _size_lines(self, code: GuardCode) -> list[str]:
+        """Return lines that check sizes of which some are symbolic, and the strides."""
+        dims, example = self.spec.dims, self.spec.example
+        lines = ["s = a.shape", f"if len(s) != {len(dims)}: return None"]
+        for k, dim in enumerate(dims):
+            lines.extend(_dim(k, dim, code.bound, code.named_dims))
+        if example.is_contiguous():
+            return [*lines, f"if {strides_condition('a', example)}: return None"]
+        layout = code.name(layout_of(example.shape, example.stride()))
+        return [*lines, f"if {code.name(layout_of)}(s, a.stride()) != {layout}: return None"]
 
     @classmethod
     def lines_of_many(cls, guards: Sequence[TensorMeta], code: GuardCode) -> Iterator[str]:
-        """Check tensors of fixed sizes at once in C++, and one by one if that fails."""
         fixed = [guard for guard in guards if guard.spec.is_fixed]
         yield from super().lines_of_many([x for x in guards if not x.spec.is_fixed], code)
-        closely = super().lines_of_many(fixed, code)
-        check = quick_check([guard.spec.example for guard in fixed])
-        if check is None:
-            yield from closely
-            return
-        code.scope["quick"] = check
-        every = ", ".join(f"args[{guard.position}]" for guard in fixed)
-        yield f"if not quick({'*args' if len(fixed) == code.count else every}):"
-        yield from (f"    {line}" for line in closely)
+        every = [f"args[{guard.position}]" for guard in fixed]
+        yield from lines_of_tensors(
+            ["*args"] if len(fixed) == code.count else every,
+            [guard.spec.example for guard in fixed],
+            super().lines_of_many(fixed, code),
+            code,
+        )
 
     def texts(self, name: Names) -> Iterable[str]:
         x = self.spec.example
@@ -231,23 +269,17 @@ class TensorMeta(ArgumentGuard):
         }
 
     @classmethod
-    def from_json(
-        cls,
-        position: int,
-        field: Field,
-        values: ValueDecoder,
-        named_dims: Mapping[str, Dim],
-        fake: AbstractContextManager[Any],
-    ) -> TensorMeta:
+    def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> TensorMeta:
+        values = reader.values
         name, dtype, device, grad, shape_field, strides, dims_field = field.record(
             "tensor", "dtype", "device", "requires_grad", "shape", "strides", "dims"
         )
         shape = [size.integer(0) for size in shape_field.items()]
         steps = [step.integer(0) for step in strides.items(len(shape))]
-        dims = tuple(_read_size(dim, named_dims) for dim in dims_field.items(len(shape)))
+        dims = tuple(_read_size(dim, reader.named_dims) for dim in dims_field.items(len(shape)))
         any_grad = grad.value is None
         try:
-            with fake:
+            with reader.fake:
                 example = torch.empty_strided(
                     shape, steps, dtype=values.dtype(dtype), device=values.device(device)
                 ).requires_grad_(not any_grad and grad.flag())
@@ -314,7 +346,18 @@ ARGUMENT_KINDS: tuple[type[Guard], ...] = (TypeIs, ValueIs, AnyNumber, TensorMet
 """The kinds of guards in this file, in the order of their code: a size is bound, then used."""
 
 
-# --- parts of guards in files
+# --- guards in files
+
+
+_KINDS_IN_FILES: tuple[type[ArgumentGuard], ...] = (AnyNumber, ValueIs, TensorMeta)
+
+
+def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> ArgumentGuard:
+    """Return the guard on an argument that ``to_json`` wrote."""
+    for kind in _KINDS_IN_FILES:
+        if field.get(kind.json_key) is not None:
+            return kind.from_json(position, field, reader)
+    field.expected("a number, a value or a tensor")
 
 
 _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
@@ -388,62 +431,25 @@ def variable_of_size(name: str) -> str:
     return f"size_{name}"
 
 
-def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
+def _static(value: Any, code: GuardCode) -> str:
     """Return the guard of a constant argument: the same number or string, or the same object.
 
     The guard of an object with elements or other contents checks the contents as well.
     """
-    scope[f"value_{i}"] = value
+    name = code.name
     if isinstance(value, complex | frozenset):  # `==` may hold for different values
-        scope["same_value"] = same_value
-        return f"if not same_value(value_{i}, a): return None"
+        return f"if not {name(same_value)}({name(value)}, a): return None"
     if has_contents(value):
         inside = viewed_state(value)
         expression, now = inside or ("{}", copy.copy(value))
-        scope[f"inside_{i}"], scope["same_value"] = now, same_value
-        own = f"same_value(inside_{i}, {expression.format('a')})"
+        own = f"{name(same_value)}({name(now)}, {expression.format('a')})"
         alone = hasattr(type(value), "__setitem__") or inside is not None
-        return f"if {f'a is not value_{i} or ' if alone else ''}not {own}: return None"
+        return f"if {f'a is not {name(value)} or ' if alone else ''}not {own}: return None"
     if isinstance(value, float):
-        scope["same_float"] = same_float
-        return f"if not same_float(a, value_{i}): return None"
+        return f"if not {name(same_float)}(a, {name(value)}): return None"
     if type(value) in _PLAIN or has_value(type(value)):
-        scope[f"type_{i}"] = type(value)
-        return f"if type(a) is not type_{i} or a != value_{i}: return None"
-    return f"if a is not value_{i}: return None"
-
-
-def _tensor(
-    spec: InputSpec, scope: dict[str, Any], bound: set[str], named_dims: Mapping[str, Dim]
-) -> list[str]:
-    """Return the guard of a tensor: type, device, memory layout and fixed sizes."""
-    i, example = spec.position, spec.example
-    scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
-    scope[f"layout_{i}"] = example.layout
-    scope[f"class_{i}"], scope["is_tensor_of"] = users_class(type(example)), is_tensor_of
-    plain = "Tensor" if scope[f"class_{i}"] is torch.Tensor else f"class_{i}"
-    grad = "" if spec.any_grad else f" or a.requires_grad is not {example.requires_grad}"
-    lines = [
-        f"if type(a) is not {plain} and not is_tensor_of(a, class_{i}): return None",
-        f"if a.dtype is not dtype_{i} or a.device != device_{i}{grad}: return None",
-        f"if a.layout is not layout_{i}: return None",  # some have no strides
-    ]
-    if spec.is_fixed:
-        lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")
-        if not example.is_contiguous():
-            lines.append(f"if a.stride() != {tuple(example.stride())!r}: return None")
-            return lines
-    else:
-        lines += ["s = a.shape", f"if len(s) != {len(spec.dims)}: return None"]
-        for k, dim in enumerate(spec.dims):
-            lines.extend(_dim(k, dim, bound, named_dims))
-        if not example.is_contiguous():
-            scope["layout_of"] = layout_of
-            scope[f"strides_{i}"] = layout_of(example.shape, example.stride())
-            lines.append(f"if layout_of(s, a.stride()) != strides_{i}: return None")
-            return lines
-    lines.append("if not a.is_contiguous(): return None")
-    return lines
+        return f"if type(a) is not {name(type(value))} or a != {name(value)}: return None"
+    return f"if a is not {name(value)}: return None"
 
 
 def _dim(k: int, dim: Any, bound: set[str], named_dims: Mapping[str, Dim]) -> list[str]:

@@ -132,8 +132,7 @@ class Property(TraceGuard):
     guard: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        holds = f"property_{len(code.scope)}"
-        code.scope[holds] = self.guard.holds
+        holds = code.name(self.guard.holds)
         return (f"if not {holds}(args[{self.guard.position}]): return None",)
 
     def texts(self, name: Names) -> Iterable[str]:

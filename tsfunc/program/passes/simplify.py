@@ -413,14 +413,14 @@ def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch
 # --- removal of unused arguments and results of control-flow bodies
 
 
-def remove_unused_of_blocks(graph: torch.fx.Graph) -> None:
+def narrow_bodies(graph: torch.fx.Graph) -> None:
     """Remove unused arguments and results of each body in the graph, and in nested bodies."""
     for node in reversed(list(graph.nodes)):
         if not isinstance(node.target, ControlFlow):
             continue
         for body in node.target.bodies:
             merge_common(body.graph, Aliases(body.graph))
-            remove_unused_of_blocks(body.graph)
+            narrow_bodies(body.graph)
             remove_dead(body.graph)
         _narrow(graph, node, node.target)
 
@@ -542,7 +542,7 @@ def simplify(
     constants = run(fold_constants, aliases, frozen)
     lifted = {*lifted, *constants}
     run(remove_dead)
-    run(remove_unused_of_blocks)
+    run(narrow_bodies)
     run(remove_dead)
     if exchanges:
         run(mark_exchanges)
@@ -555,5 +555,5 @@ def simplify_part(graph: torch.fx.Graph) -> None:
     remove_noops(graph, aliases)
     merge_common(graph, aliases)
     remove_dead(graph)
-    remove_unused_of_blocks(graph)
+    narrow_bodies(graph)
     remove_dead(graph)

@@ -92,7 +92,7 @@ class _Check:
             if not isinstance(op, TorchOperator):
                 continue
             if op.overload is not node.target:
-                self._fail(node, f"it is said to be {op.name}, and calls {node.target}.")
+                self._fail(node, f"its operator is {op.name}, but it calls {node.target}.")
             try:
                 given = list(bind_arguments(op, node.args, node.kwargs))
             except TypeError as error:

@@ -33,6 +33,7 @@ from tsfunc.bridge.control.effect_operator import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
@@ -49,7 +50,6 @@ Rule = TypeVar("Rule", bound=Derivative)
 # The derivatives of an operator in other control flow, by the kind of derivative and of operator.
 _RULES: Final[dict[tuple[type, type], Derivative]] = {}
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _ROOM: Final = 1 << 20  # the most numbers to copy in order to merge two batches into one
 
 
@@ -299,7 +299,7 @@ class MappedOperator(ExpandedOperator):
         """True if merging two vmaps does not expand the operands by much."""
         assert isinstance(self.op, MappedOperator)
         pairs = list(zip(operands, self.batched, self.op.batched, strict=False))
-        if not all(type(x) in _PLAIN for x, _, _ in pairs):
+        if not all(type(x) in PLAIN_TENSORS for x, _, _ in pairs):
             return False
         rows = next(x.shape[0] for x, a, _ in pairs if a)
         columns = next(x.shape[int(a)] for x, a, b in pairs if b)

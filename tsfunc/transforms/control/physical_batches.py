@@ -22,6 +22,7 @@ from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.dispatch.state import tls
 from tsfunc.program import capture
 from tsfunc.program.calling.capture import TraceRequest
@@ -41,7 +42,6 @@ _programs: Final[WeakKeyDictionary[Body, dict[Any, Every | None]]] = WeakKeyDict
 _MOST: Final = 32  # the most programs of a body; further types are not traced
 _EXAMPLES: Final = Dim("examples", min=1)
 _SOME: Final = 7  # the batch size of the trace
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS: Final = (bool, int, float)
 
 
@@ -314,7 +314,8 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
 def are_plain(operands: Sequence[Any]) -> bool:
     """True if all operands are strided tensors without a subclass, or numbers."""
     return all(
-        type(x) in _NUMBERS or (type(x) in _PLAIN and x.layout is torch.strided) for x in operands
+        type(x) in _NUMBERS or (type(x) in PLAIN_TENSORS and x.layout is torch.strided)
+        for x in operands
     )
 
 
