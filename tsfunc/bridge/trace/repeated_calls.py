@@ -28,7 +28,7 @@ torch.func transform is active; ``DisableTorchFunction`` disables function modes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ class RepeatedCall(NamedTuple):
     Attributes:
         op: the operator.
         args, kwargs: its arguments, with an `_Operand` for each tensor.
+        positions: the positions of these tensors among the call's.
         results: the metadata of its results.
         container: makes the function's results of the operator's; None for a single tensor.
     """
@@ -89,6 +90,7 @@ class RepeatedCall(NamedTuple):
     op: TorchOperator
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    positions: Sequence[int]
     results: CachedResults
     container: Callable[[Any], Any] | None
 
@@ -101,7 +103,8 @@ class RepeatedCalls:
         bodies: the levels of the bodies of control flow that are being traced.
         results: the cache of the level's results.
         tracer: the class of its tracers.
-        record: records a call of an operator with given results, under the level's guard.
+        record: records a call of an operator on nodes (``record_on_nodes``), under the level's
+            guard.
     """
 
     def __init__(
@@ -258,7 +261,8 @@ class RepeatedCalls:
                 described = self._results.described(values, [x.value for x in operands])
         except IncompleteMetadataError:
             return None
-        return RepeatedCall(op, given, named, described, container)
+        used = sorted({item.position for item in _operands_in((*given, *named.values()))})
+        return RepeatedCall(op, given, named, used, described, container)
 
     def _repeat(self, known: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
         """Record a call that repeats an earlier one, and return its results.
@@ -267,15 +271,22 @@ class RepeatedCalls:
         torch's state. The function handler is in that mode: levels inside have restored it.
         """
         level = self._level
-        args = [_filled(arg, operands) for arg in known.args]
-        kwargs = {name: _filled(arg, operands) for name, arg in known.kwargs.items()}
+        op, args, kwargs, positions, described, container = known
+        nodes = [x.node for x in operands]
+        given = [_filled(arg, nodes) for arg in args]
+        named = {name: _filled(arg, nodes) for name, arg in kwargs.items()} if kwargs else {}
+        tracks = any(operands[i].tracks for i in positions)
         mode = torch.is_grad_enabled()
         with level.guard(), DisableTorchFunction():
             if not dispatched:
                 set_grad_mode(mode)
-            values = self._results.made(known.results, [x.value for x in operands])
-            out = self._record(known.op, args, kwargs, values, level)
-        return out if known.container is None else known.container(out)
+            values = self._results.made(described, [x.value for x in operands])
+            node, out = self._record(op, given, named, values, tracks, level)
+        if self._watched is not None:
+            args = [_filled(arg, operands) for arg in args]
+            kwargs = {name: _filled(arg, operands) for name, arg in kwargs.items()}
+            self._watched.append(RecordedCall(op, args, kwargs, node, out))
+        return out if container is None else container(out)
 
 
 def _has_no_own_kernel(op: TorchOperator) -> bool:
@@ -302,10 +313,19 @@ def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     return arg
 
 
+def _operands_in(values: Any) -> Iterator[_Operand]:
+    for value in values:
+        if type(value) is _Operand:
+            yield value
+        elif type(value) is list or type(value) is tuple:
+            yield from _operands_in(value)
+
+
 def _filled(arg: Any, operands: Sequence[Any]) -> Any:
-    """Return an argument of an operator with the tensors of a call at their positions."""
-    if type(arg) is _Operand:
+    """Return an argument of an operator with the tensors of a call, or their nodes, filled in."""
+    kind = type(arg)
+    if kind is _Operand:
         return operands[arg.position]
-    if type(arg) is list or type(arg) is tuple:
-        return type(arg)([_filled(item, operands) for item in arg])
+    if kind is list or kind is tuple:
+        return kind([_filled(item, operands) for item in arg])
     return arg

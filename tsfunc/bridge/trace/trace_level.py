@@ -165,7 +165,7 @@ class TraceLevel(TracerLevel):
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
         self.bodies: list[TraceLevel] = []
-        self.repeated = RepeatedCalls(self, self.bodies, self.results, TraceTracer, record_call)
+        self.repeated = RepeatedCalls(self, self.bodies, self.results, TraceTracer, record_on_nodes)
         self.of_dtensors = False
         self.tensor_guards = TensorGuards(name)
 
@@ -411,7 +411,9 @@ def traced_as(
     with DisableTorchFunction():
         if has_symbols(value.shape, {}):
             tracer = copied(TraceTracer, value, level, level.results.metadata, level.originals)
-        if tracer is None:
+        if tracer is None and level.fake.shape_env is None:
+            tracer = TraceTracer.make(value, level)
+        elif tracer is None:
             with suppress_guards(level.fake):  # strides and offsets may be symbolic
                 tracer = TraceTracer.make(value, level)
     tracer.value = value
@@ -452,16 +454,51 @@ def record_call(
 
     nodes = [map_items(node_of, arg) for arg in args]
     named = {name: map_items(node_of, arg) for name, arg in kwargs.items()}
-    node = level.record(op.overload, _as_lists(nodes), named)
-    node.meta["op"] = op
-    if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
-        node.meta["no_grad"] = True
+    node = _record_node(op, nodes, named, tracks, level)
     fresh = level.symbols.fresh()
     recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
     if fresh:
         _register_symbols(recorded, node, level, fresh)
     level.repeated.note(RecordedCall(op, args, kwargs, node, recorded))
     return recorded
+
+
+def record_on_nodes(
+    op: TorchOperator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Any,
+    any_tracks: bool,
+    level: TraceLevel,
+) -> tuple[torch.fx.Node, Any]:
+    """Record a call of an operator that writes nothing; return its node and its results.
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments, with nodes for tensors.
+        results: its results on fake values.
+        any_tracks: True if autograd tracks one of its tensors.
+        level: the level of the trace.
+    """
+    tracks = torch.is_grad_enabled()
+    node = _record_node(op, args, kwargs, tracks, level)
+    if isinstance(results, torch.Tensor):
+        return node, traced_as(results, node, level, tracks and any_tracks)
+    return node, _items_traced(results, node, level, tracks and any_tracks)
+
+
+def _record_node(
+    op: TorchOperator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tracks: bool,
+    level: TraceLevel,
+) -> torch.fx.Node:
+    node = level.record(op.overload, _as_lists(args), kwargs)
+    node.meta["op"] = op
+    if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
+        node.meta["no_grad"] = True
+    return node
 
 
 def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
@@ -482,7 +519,7 @@ def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fres
 
 def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return arguments with torch.Size and tuples as lists, as graphs store them."""
-    return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+    return tuple([list(arg) if isinstance(arg, tuple) else arg for arg in args])
 
 
 def _record_results(

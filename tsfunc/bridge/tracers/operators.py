@@ -381,8 +381,9 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
         numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
         if len(numbers) > 1:
             return overload._op
-    if any(isinstance(arg, list) and None in arg for arg in args):
-        return overload._op  # torch's function of that name accepts no list with gaps
+    for arg in args:
+        if isinstance(arg, list) and None in arg:
+            return overload._op  # torch's function of that name accepts no list with gaps
     return function
 
 

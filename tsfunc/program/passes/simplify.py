@@ -290,7 +290,9 @@ def _key(node: torch.fx.Node, changes: Sequence[int]) -> Any:
         changes: the number of earlier writes to the memory of each of its arguments.
     """
     quiet = node.meta.get("no_grad", False)
-    return node.target, _frozen(node.args), _frozen(node.kwargs), quiet, tuple(changes)
+    args = tuple([arg if isinstance(arg, torch.fx.Node) else _frozen(arg) for arg in node.args])
+    kwargs = node.kwargs
+    return node.target, args, _frozen(kwargs) if kwargs else (), quiet, tuple(changes)
 
 
 _SEQUENCES: Final = (list, tuple)
