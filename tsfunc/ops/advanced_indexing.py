@@ -10,7 +10,7 @@ it is part of their broadcast shape. If both are batched, it is indexed by ``ara
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic_size
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 class Lookup(NamedTuple):
@@ -103,9 +103,7 @@ def _every_example(where: Lookup, like: Tensor) -> list[Tensor | None]:
 
 
 @row("aten::index.Tensor", "aten::_unsafe_index.Tensor")
-def index(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def index(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """See NOTE [advanced indexing]."""
     x, indices = args
     if not _masks_fit(x, bdims[0], indices, bdims[1] or [None] * len(indices)):
@@ -170,7 +168,7 @@ def _values(indices: Lookup, v: Tensor, bdim: int | None, rank: int) -> Tensor:
     return v.movedim(lead, tuple(d + indices.rank for d in lead))
 
 
-def _write(op: Any, x: Tensor, bdims: BatchDims, args: Sequence[Any]) -> Tensor:
+def _write(op: Any, x: Tensor, bdims: BatchDims, args: Args) -> Tensor:
     """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
     looked_up = lookup(indices, bdims[1])
@@ -228,7 +226,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in positions], [along + i for i in positions])
 
 
-def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Sequence[Any]) -> Any:
+def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> Any:
     """Return the result of an ``index_put``, or ``x`` if it was written in place.
 
     The batch dim of ``x`` is first. The result is NotImplemented if no rule serves the call.
@@ -268,9 +266,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Sequence[
 
 
 @row("aten::index_put", "aten::_unsafe_index_put")
-def index_put(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def index_put(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write into a copy for each example."""
     x = expand_to_front(args[0], bdims[0], level.batch_size)
     out = _put(op, level, x, bdims, args)
@@ -279,7 +275,7 @@ def index_put(
 
 @row("aten::index_put_", "aten::_index_put_impl_")
 def index_put_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Write through a view that has the batch dim first."""
     if bdims[0] is None:

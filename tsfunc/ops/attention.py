@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _samples(x: Tensor, bdim: int | None, size: int) -> Tensor:
@@ -65,9 +64,7 @@ def _refuse_dropout(op: Any, level: RuleLevel, p: float) -> None:
 
 
 @row("aten::scaled_dot_product_attention")
-def attention(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def attention(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the whole operator for ranks that fused kernels support; other calls are decomposed."""
     given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
     mask, dropout, causal = given
@@ -97,7 +94,7 @@ def _sample_count(x: Tensor, bdim: int | None) -> Any:
 
 
 def _with_mask(
-    level: RuleLevel, kwargs: Mapping[str, Any], bdims: BatchDims, args: Sequence[Any], n: Any
+    level: RuleLevel, kwargs: Kwargs, bdims: BatchDims, args: Args, n: Any
 ) -> dict[str, Any]:
     bdim = keyword_bdim(bdims, args, "attn_mask")
     mask = _mask(kwargs.get("attn_mask"), bdim, level.batch_size, n, 4)
@@ -105,9 +102,7 @@ def _with_mask(
 
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu")
-def flash_cpu(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def flash_cpu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the result and the log-sum-exp for the backward pass."""
     _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
     size = level.batch_size
@@ -119,7 +114,7 @@ def flash_cpu(
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_cpu_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
@@ -143,9 +138,7 @@ def _bias(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
 
 
 @row("aten::_scaled_dot_product_efficient_attention")
-def efficient(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def efficient(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The third and fourth results are the random state, which all samples share."""
     _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
     size = level.batch_size
@@ -156,7 +149,7 @@ def efficient(
 
 @row("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
@@ -170,9 +163,7 @@ def efficient_backward(
 @row(
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-def flash(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def flash(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like ``efficient``. The cuDNN form has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
     position = 3 if count == 3 else 5
@@ -187,9 +178,7 @@ def flash(
     "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_cudnn_attention_backward",
 )
-def flash_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def flash_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The cuDNN form has a bias after the random state."""
     size = level.batch_size
     folded = list(args)
@@ -204,9 +193,7 @@ SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_so
 
 
 @row("aten::_masked_softmax")
-def masked_softmax(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def masked_softmax(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Expand the two shorter kinds of masks to one value per element."""
     x, mask, dim, kind = with_defaults(args[:4], None, None, None, FULL_MASK)
     rank = logical_rank(x, bdims[0])
@@ -227,7 +214,7 @@ def masked_softmax(
 
 @row("aten::_masked_softmax_backward")
 def masked_softmax_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The mask has one value per element; torch returns a row of one element for a scalar."""
     size, rank = level.batch_size, logical_rank(args[0], bdims[0])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, flat_by_example
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _refuse_update() -> None:
@@ -103,9 +103,7 @@ def _normalize(
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
 )  # fmt: skip
 @checked
-def batch_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def batch_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Training is an argument."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], args[5], args[6])
 
@@ -113,7 +111,7 @@ def batch_norm(
 @row("aten::_native_batch_norm_legit.no_stats")
 @checked
 def batch_norm_no_stats(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Batch norm without running statistics."""
     return _normalize(
@@ -127,7 +125,7 @@ def batch_norm_no_stats(
 )  # fmt: skip
 @checked
 def batch_norm_evaluating(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Batch norm in evaluation mode."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], False)
@@ -136,7 +134,7 @@ def batch_norm_evaluating(
 @row("aten::_batch_norm_with_update")
 @checked
 def batch_norm_training(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Batch norm in training mode. Its derivative requires a weight."""
 
@@ -152,7 +150,7 @@ def batch_norm_training(
 )  # fmt: skip
 @checked
 def batch_norm_functional(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The new running statistics are results, which can be batched."""
     size = level.batch_size
@@ -185,7 +183,7 @@ def _backward(
 
 @row("aten::native_batch_norm_backward", "aten::batch_norm_backward")
 def batch_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass; arguments after the statistics are passed on."""
     return _backward(lambda *t: op(*t, *args[7:]), level, bdims[:7], args[:7])
@@ -193,7 +191,7 @@ def batch_norm_backward(
 
 @row("aten::cudnn_batch_norm_backward")
 def cudnn_batch_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The first two arguments are swapped."""
     return _backward(

@@ -7,14 +7,13 @@ checked: NOTE [calls that torch refuses] in ``refusal``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, aten_names, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, aten_names, row, rows
 
 
 def fold(x: Tensor, bdim: int | None, size: int, core: int) -> Tensor:
@@ -39,9 +38,7 @@ def folded(core: int, *positions: int) -> Rule:
     """Return the rule of an operator with samples of ``core`` dims as arguments ``positions``."""
     first = positions[0]
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         size = level.batch_size
         new = list(args)
         for i in positions:
@@ -87,9 +84,7 @@ rows(folded(2, 0), "aten::col2im")
 def fractional(core: int) -> Rule:
     """Return the rule of fractional pooling, whose random samples always have a dim N."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, kernel, output, samples = args
         size = level.batch_size
         has_n = x.dim() - (bdims[0] is not None) > core
@@ -114,9 +109,7 @@ def _upsampling(suffix: str) -> list[str]:
     return [f"aten::{kind}{suffix}" for kind in kinds]
 
 
-def upsample(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def upsample(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The input is always (N, C, ...)."""
     size = level.batch_size
     out = op(fold(args[0], bdims[0], size, args[0].dim() - 2), *args[1:], **kwargs)
@@ -124,7 +117,7 @@ def upsample(
 
 
 def upsample_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The shape of the input is an argument."""
     grad, output_size, (n, *shape), *rest = args
@@ -139,9 +132,7 @@ rows(upsample_backward, *_upsampling("_backward"))
 
 @row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
 @checked
-def grid_sampler(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def grid_sampler(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Images sampled at shared points become channels; points of a shared image become rows.
 
     Images are not folded into channels if that would copy them.
@@ -162,7 +153,7 @@ def grid_sampler(
 
 @row("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 def grid_sampler_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into N."""
     size = level.batch_size
@@ -174,7 +165,7 @@ def grid_sampler_backward(
 @row("aten::affine_grid_generator")
 @checked
 def affine_grid_generator(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The shape of the result is an argument."""
     theta, (n, *shape), align = args

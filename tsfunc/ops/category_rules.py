@@ -9,7 +9,6 @@ operator gives for one example. Otherwise the per-example loop runs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from tsfunc.ops.catalogue.classify import dim_arguments
 from tsfunc.ops.dims import batch_to_front
 from tsfunc.ops.identity import same_shape
-from tsfunc.ops.registry import BatchDims, Category, Rule, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Category, Kwargs, Rule, RuleLevel
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 if TYPE_CHECKING:
@@ -41,9 +40,7 @@ def rule_of_category(category: Category, signature: OperatorSignature) -> Rule |
     return VerifiedRule(rule) if rule is not None else None
 
 
-def batch_first(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def batch_first(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch an operator on one tensor whose leading dims are a batch."""
     return op(batch_to_front(args[0], bdims[0]), *args[1:], **kwargs), 0
 
@@ -65,8 +62,8 @@ class VerifiedRule:
         op: Any,
         level: RuleLevel,
         bdims: BatchDims,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         key = (level.batch_size, *map(str, bdims), *map(_key, (*args, *kwargs.values())))
         if key not in self._confirmed:
@@ -82,8 +79,8 @@ class VerifiedRule:
         op: Any,
         level: RuleLevel,
         bdims: BatchDims,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> bool:
         """True if the rule's result has the shape and dtype that one example's result has."""
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, logical_rank, wrap_dim
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 _SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
@@ -38,16 +38,14 @@ def _along_first_dim(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     "_c10d_functional::wait_tensor",
     "_c10d_functional::isend",
 )
-def elementwise(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def elementwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Elementwise collectives: the batch dim keeps its position."""
     return op(args[0].contiguous(), *args[1:], **kwargs), bdims[0]
 
 
 @row("_c10d_functional::all_reduce_", "_c10d_functional::broadcast_")
 def elementwise_in_place(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Elementwise collectives in place; a non-contiguous tensor is sent as a copy."""
     target = args[0]
@@ -65,9 +63,7 @@ def elementwise_in_place(
         for name in _SINGLE
     )
 )
-def along_first_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def along_first_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Collectives that concatenate or split the first dim: the batch dim goes behind it."""
     if not logical_rank(args[0], bdims[0]):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -76,9 +72,7 @@ def along_first_dim(
 
 
 @row("_c10d_functional::all_reduce_coalesced")
-def all_elementwise(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def all_elementwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Elementwise collectives of several tensors, some of which can be unbatched."""
     return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(bdims[0])
 
@@ -88,7 +82,7 @@ def all_elementwise(
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
 def all_along_first_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Collectives along the first dim of several tensors, some of which can be unbatched."""
     if not all(map(logical_rank, args[0], bdims[0])):
@@ -99,7 +93,7 @@ def all_along_first_dim(
 
 @row("_dtensor::shard_dim_alltoall")
 def shard_dim_alltoall(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Change the dim along which a DTensor is sharded."""
     x, gather_dim, shard_dim, *group = args
@@ -113,9 +107,7 @@ _OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
 
 
 @row("tsfunc_mesh::map")
-def exchange(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def exchange(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Exchange the whole batch among ranks at once, with the batch dim first."""
     x, kind, ints, *rest = args
     if kind in _OF_DIMS:

@@ -10,14 +10,14 @@ the indices are recomputed, and a product is one kernel call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
 LAYOUTS = frozenset({*BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
@@ -152,16 +152,14 @@ def as_one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
     "aten::crow_indices_copy", "aten::col_indices_copy", "aten::ccol_indices_copy",
     "aten::row_indices_copy",
 )  # fmt: skip
-def indices(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def indices(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the indices; their batch dims are those of the tensor."""
     return op(args[0]), bdims[0]
 
 
 @row("aten::sparse_compressed_tensor.comp_plain_value_size")
 def sparse_compressed_tensor(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Members with batch dims make a tensor with batch dims."""
     parts = [
@@ -173,7 +171,7 @@ def sparse_compressed_tensor(
 
 @row("aten::sparse_sampled_addmm")
 def sparse_sampled_addmm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The kernel requires the same batch size of all arguments."""
     size = level.batch_size

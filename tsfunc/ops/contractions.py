@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from tsfunc.ops.dims import expand_at, logical_rank
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 @lru_cache(maxsize=1024)
@@ -42,9 +41,7 @@ def _with_batch(equation: str, positions: tuple[int | None, ...]) -> str | None:
 
 
 @row("aten::einsum")
-def einsum(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def einsum(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim gets its own letter, in its place."""
     equation, tensors = args
     positions = bdims[1]

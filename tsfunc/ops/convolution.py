@@ -11,7 +11,7 @@ Channels are counted within groups: a folded C is (g, batch, C/g), and a folded 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 
 def _fold(x: Tensor, bdim: int, dim: int) -> Tensor:
@@ -80,9 +80,7 @@ def _with_bias(
 
 @row("aten::convolution", "aten::convolution_overrideable")
 @checked
-def convolution(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def convolution(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Fold the batch into N, O or the groups: NOTE [folding a convolution]."""
     x, weight, bias, *rest, groups = args
     p, q, r = bdims[:3]
@@ -174,7 +172,7 @@ def _bias_grad(grad: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
 
 @row("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def convolution_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Compute each gradient separately, because each folds the batch into another dim."""
     if len(args) == 11:
@@ -221,9 +219,7 @@ def convolution_rule(spatial: int) -> Rule:
     The padding is a list of numbers or a string.
     """
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, weight, bias, stride, padding, dilation, groups = with_defaults(
             args, None, None, None, [1], [0], [1], 1
         )

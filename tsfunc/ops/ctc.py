@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_at, expand_to_front
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _sequences(level: RuleLevel, x: Tensor, bdim: int | None, dim: int) -> Tensor:
@@ -23,9 +22,7 @@ def _lengths(level: RuleLevel, lengths: Any, bdim: int | None) -> Any:
 
 
 @row("aten::_ctc_loss", "aten::_ctc_loss.Tensor")
-def ctc_loss(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def ctc_loss(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the loss and the path probabilities for the backward pass."""
     x, targets, *lengths = args[:4]
     lengths = [_lengths(level, n, bdim) for n, bdim in zip(lengths, bdims[2:4], strict=True)]
@@ -40,7 +37,7 @@ def ctc_loss(
 
 @row("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
 def ctc_loss_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass."""
     grad, x, targets, n, m, loss, alpha, *rest = args

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import raise_as_one_example, ranks_at_least
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _aligned(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -30,9 +30,7 @@ def _aligned(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> l
 
 
 @row("aten::_cdist_forward", "aten::cdist")
-def cdist(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def cdist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Leading dims broadcast."""
     if not ranks_at_least(bdims, args[:2], 2, 2):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -41,9 +39,7 @@ def cdist(
 
 
 @row("aten::_euclidean_dist")
-def euclidean_dist(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def euclidean_dist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Leading dims must be equal, so they are expanded."""
     x, y = _aligned(level, bdims, args)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
@@ -51,9 +47,7 @@ def euclidean_dist(
 
 
 @row("aten::_cdist_backward")
-def cdist_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def cdist_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result has the shape of the first matrix."""
     grad, x, y, p, distances = args
     whole = expand_to_front(x, bdims[1], level.batch_size)
@@ -63,9 +57,7 @@ def cdist_backward(
 
 
 @row("aten::_pdist_forward")
-def pdist(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pdist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Select the distances above the diagonal from those between all rows."""
     x = batch_to_front(args[0], bdims[0])
     p = args[1] if len(args) > 1 else 2.0
@@ -74,9 +66,7 @@ def pdist(
 
 
 @row("aten::_pdist_backward")
-def pdist_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pdist_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call cdist's backward with symmetric matrices of gradients and distances."""
     grad, x, p, distances = args
     size = level.batch_size
@@ -93,7 +83,7 @@ def pdist_backward(
 
 @row("aten::cosine_similarity")
 def cosine_similarity(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Compare tensors that broadcast, along one dim."""
     x, y, dim, eps = with_defaults(args, None, None, 1, 1e-8)

@@ -7,7 +7,7 @@ stacked. Without it, these operators raise an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from tsfunc.ops.dims import (
     op_name,
 )
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results, common_value
 from tsfunc.user_code import user_location
 
@@ -43,9 +43,7 @@ def refuse_dynamic_size(op: Any, instead: str) -> NoReturn:
 
 
 @row("aten::_local_scalar_dense", "aten::item")
-def item(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def item(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return a Python value that all examples share.
 
     Without ``data_dependent="split"`` this works only in backward formulas, which read values to
@@ -70,9 +68,7 @@ def item(
 
 
 @row("aten::equal", "aten::allclose")
-def compare_tensors(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def compare_tensors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Compare whole tensors: the result is one bool, which the examples must share.
 
     Without ``data_dependent="split"`` this works only in backward formulas: that of a complex
@@ -104,7 +100,7 @@ def _rows(x: Tensor, bdim: int = 0) -> Tensor:
 
 
 def _run_each_example(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
@@ -150,9 +146,7 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
 
 
 @row("aten::nonzero")
-def nonzero(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def nonzero(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Make one call for all examples, which have equally many nonzero elements."""
     if level.splitter is None:
         refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
@@ -161,7 +155,7 @@ def nonzero(
 
 @row("aten::nonzero_numpy", "aten::argwhere", "aten::where")
 def argument_nonzero(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Other forms of ``nonzero``."""
     if level.splitter is None:
@@ -176,9 +170,7 @@ def argument_nonzero(
 
 @row("aten::masked_select")
 @checked
-def masked_select(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def masked_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Select with a shared mask, which gives equally many elements for each example."""
     x, mask = args
     if bdims[1] is not None:
@@ -209,7 +201,7 @@ def _masked_select(op: Any, level: RuleLevel, bdims: BatchDims, x: Tensor, mask:
 
 @row("aten::repeat_interleave.Tensor")
 def repeat_interleave(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
@@ -227,9 +219,7 @@ def repeat_interleave(
 
 
 @row("aten::nonzero_static")
-def nonzero_static(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def nonzero_static(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Scatter the index of each nonzero element to its ordinal; others go to an extra column."""
     x = batch_to_front(args[0], bdims[0]) != 0
     size, fill = kwargs["size"], kwargs.get("fill_value", -1)
@@ -251,9 +241,7 @@ def nonzero_static(
 
 
 @row("aten::_is_any_true", "aten::_is_all_true")
-def is_true(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def is_true(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reduce over all examples.
 
     Only torch's internal checks call it (anomaly mode, TORCH_CHECK_TENSOR_ALL).
@@ -262,9 +250,7 @@ def is_true(
 
 
 @row("aten::_assert_async", "aten::_assert_async.msg")
-def assert_async(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def assert_async(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The condition must hold for every example."""
     op(torch.ops.aten._is_all_true(args[0]), *args[1:])
     return None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, expand_to_front, flat_by_example, refuse_inplace
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
@@ -22,9 +22,7 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
 
 
 @row("aten::embedding")
-def embedding(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def embedding(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batched weights are stacked into one long table."""
     weight, indices, *rest = args
     p, q = bdims[:2]
@@ -67,7 +65,7 @@ def _in_long_rows(
 
 @row("aten::embedding_dense_backward")
 def embedding_dense_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Sum into one long table; for shared indices, into longer rows."""
     grad, indices, count, padding, by_frequency = args
@@ -85,9 +83,7 @@ def embedding_dense_backward(
 
 
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
-def embedding_bag(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def embedding_bag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The bags of all examples follow each other, in one long table; gradients are dense."""
     given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
     weight, indices, bags, by_frequency, mode, _, scales, last, padding = given
@@ -147,7 +143,7 @@ def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
 
 @row("aten::_embedding_bag_backward")
 def embedding_bag_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Each entry gets the gradient of its bag; in max mode one entry gets it."""
     grad, indices, bags, _, sizes, largest, count, by_frequency, mode = args[:9]
@@ -177,7 +173,7 @@ def embedding_bag_backward(
 
 @row("aten::_embedding_bag_per_sample_weights_backward")
 def embedding_bag_scales_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return the product of each entry's row and the gradient of its bag."""
     grad, weight, indices, bags = args[:4]
@@ -193,7 +189,7 @@ def embedding_bag_scales_backward(
 
 @row("aten::embedding_renorm_")
 def embedding_renorm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Renormalize the looked-up rows in place."""
     weight, indices, *rest = args

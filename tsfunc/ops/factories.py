@@ -13,19 +13,17 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 
 
-def new(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def new(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The arguments are the tensor, the size, and further arguments."""
     return op(args[0], [level.batch_size, *args[1]], *args[2:], **kwargs), 0
 
 
 @row("aten::new_empty_strided")
 def new_empty_strided(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Each example gets as much memory as its sizes and strides span."""
     x, sizes, strides = args
@@ -42,9 +40,7 @@ def new_empty_strided(
     "aten::linspace.Tensor_Scalar",
     "aten::linspace.Scalar_Tensor",
 )
-def linspace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def linspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
     if not _are_real_scalars(bdims, args, kwargs):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -99,9 +95,7 @@ def evenly_spaced(start: Tensor, end: Tensor, steps: int) -> Tensor:
     "aten::logspace.Tensor_Scalar",
     "aten::logspace.Scalar_Tensor",
 )
-def logspace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def logspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return powers of the base at evenly spaced exponents."""
     if not _are_real_scalars(bdims, args, kwargs):
         return raise_as_one_example(op, bdims, args, kwargs)

@@ -5,7 +5,6 @@ Batched weights and biases are applied after the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from tsfunc.ops.channels_last import channels_last
 from tsfunc.ops.dims import align, batch_to_front, expand_to_front
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _affine(
@@ -53,7 +52,7 @@ def _column(x: Tensor | None, bdim: int | None, right: int) -> tuple[Tensor | No
 @row("aten::native_layer_norm")
 @checked
 def native_layer_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, bias, eps = args
@@ -70,9 +69,7 @@ def native_layer_norm(
 
 @row("aten::layer_norm")
 @checked
-def layer_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def layer_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like ``native_layer_norm``, without the statistics."""
     x, bdim = args[0], bdims[0]
     weight = args[2] if len(args) > 2 else None
@@ -93,7 +90,7 @@ def _over_leading(x: Tensor, leading: int) -> Tensor:
 
 @row("aten::native_layer_norm_backward")
 def native_layer_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The kernel computes the input's gradient; weight gradients are summed per example here."""
     grad, x, shape, mean, rstd, weight, _, mask = args
@@ -123,7 +120,7 @@ def native_layer_norm_backward(
 @row("aten::native_group_norm")
 @checked
 def native_group_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into N, the dim of size ``args[3]``."""
     x, weight, bias, n, *rest = args
@@ -151,7 +148,7 @@ def native_group_norm(
 
 @row("aten::native_group_norm_backward")
 def native_group_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The kernel computes the input's gradient, with the batch in N.
 
@@ -183,9 +180,7 @@ def native_group_norm_backward(
 
 
 @row("aten::_fused_rms_norm")
-def fused_rms_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fused_rms_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, eps = args
     bdim, p = bdims[0], bdims[2]
@@ -200,7 +195,7 @@ def fused_rms_norm(
 
 @row("aten::_fused_rms_norm_backward")
 def fused_rms_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Like layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from tsfunc.ops.dims import (
     unit_dims,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_are
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.sparse_elementwise import is_sparse
 
 
@@ -100,9 +100,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return x.bmm(y)
 
 
-def _check_dtypes(
-    op: Any, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def _check_dtypes(op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's error if the factors differ in dtype: a product without elements accepts it."""
     if args[0].dtype is not args[1].dtype:
         raise_as_one_example(op, bdims, args, kwargs)
@@ -111,9 +109,7 @@ def _check_dtypes(
 def product_of_ranks(first: int, second: int) -> Rule:
     """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, y = args
         p, q = bdims
         if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
@@ -143,9 +139,7 @@ def _have_ranks(bdims: BatchDims, args: Sequence[Any], first: int, second: int) 
 
 
 @row("aten::bmm")
-def bmm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def bmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Multiply the matrices of two stacks."""
     if not _have_ranks(bdims, args, 3, 3):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -155,9 +149,7 @@ def bmm(
 
 
 @row("aten::matmul", "aten::linalg_matmul")
-def matmul(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def matmul(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Choose the product by the logical ranks of the arguments."""
     x, y = args
     p, q = bdims
@@ -171,9 +163,7 @@ def matmul(
 
 
 @row("aten::vdot")
-def vdot(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def vdot(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Conjugate the first vector and call dot."""
     if not _have_ranks(bdims, args, 1, 1):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -182,9 +172,7 @@ def vdot(
 
 
 @row("aten::linear")
-def linear(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def linear(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator once if only the input is batched.
 
     Batched weights need a batched product.
@@ -268,8 +256,8 @@ def _as_element(number: Any, dtype: torch.dtype) -> Any:
 def _added(
     op: Any,
     bdims: BatchDims,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     out: Tensor,
     p: int | None,
 ) -> Any:
@@ -314,9 +302,7 @@ def _pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 @row("aten::addmm")
 @checked
-def addmm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def addmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
     bdim, p, q = bdims
@@ -338,9 +324,7 @@ def addmm(
 def added_product(first: int, second: int) -> Rule:
     """Return the rule of a sum with a product of tensors of exactly these ranks."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         if not _have_ranks(bdims[1:], args[1:], first, second):
             return raise_as_one_example(op, bdims, args, kwargs)
         return _added(op, bdims, args, kwargs, *_pair(bdims, args))
@@ -366,9 +350,7 @@ def _sum_pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None
 
 @row("aten::addbmm")
 @checked
-def addbmm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def addbmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The sum of products is one product of longer rows."""
     if not _have_ranks(bdims[1:], args[1:], 3, 3):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -383,9 +365,7 @@ def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, 
 
 
 @row("aten::ger", "aten::outer")
-def outer(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def outer(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the outer product as a pointwise product."""
     if not _have_ranks(bdims, args, 1, 1):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -394,9 +374,7 @@ def outer(
 
 @row("aten::addr")
 @checked
-def addr(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def addr(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the sum of the first argument and an outer product."""
     if not _have_ranks(bdims[1:], args[1:], 1, 1):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -416,7 +394,7 @@ _RANKS = {
     "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm_", "aten::addr_",
 )  # fmt: skip
 def added_product_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Add the product to the first argument in place."""
     x, bdim = args[0], bdims[0]
@@ -443,9 +421,7 @@ def added_product_inplace(
 
 
 @row("aten::_trilinear")
-def trilinear(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def trilinear(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Shift all named dims past the batch dim, which is first."""
     tensors = [
         expand_to_front(x, bdim, level.batch_size) for x, bdim in zip(args, bdims[:3], strict=False)

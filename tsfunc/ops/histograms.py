@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.factories import evenly_spaced
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def bin_counts(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -46,9 +46,7 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
 
 
 @row("aten::histc")
-def histc(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def histc(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Bins of equal width. Without a range, the range of each example is used."""
     bins, low, high = with_defaults(args[1:], 100, 0, 0)
     x = flatten_logical(batch_to_front(args[0], bdims[0]))
@@ -113,9 +111,7 @@ def _weight(bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any], si
 
 @row("aten::histogram.bin_ct")
 @checked
-def histogram(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def histogram(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
     x = _as_points(args[0], bdims[0], size, 0)
@@ -128,7 +124,7 @@ def histogram(
 @row("aten::histogram.bins_tensor")
 @checked
 def histogram_between(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Bins between given edges, which are also returned."""
     size = level.batch_size
@@ -142,7 +138,7 @@ def histogram_between(
 @row("aten::_histogramdd_bin_edges")
 @checked
 def histogramdd_edges(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return the edges for each coordinate."""
     if logical_rank(args[0], bdims[0]) < 2 or len(args[1]) != _coordinates(args[0], bdims[0]):
@@ -165,9 +161,7 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None)
 
 @row("aten::_histogramdd_from_bin_cts")
 @checked
-def histogramdd(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def histogramdd(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Equal bins along each coordinate."""
     if logical_rank(args[0], bdims[0]) < 2 or len(args[1]) != _coordinates(args[0], bdims[0]):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -181,7 +175,7 @@ def histogramdd(
 @row("aten::_histogramdd_from_bin_tensors")
 @checked
 def histogramdd_between(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Bins between given edges along each coordinate."""
     size = level.batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     refuse_inplace,
 )
-from tsfunc.ops.registry import BatchDims, Family, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
 COPIES: Final = Family()
@@ -29,17 +29,13 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 @shifted(Shift.SAME)
-def same_shape(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def same_shape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators on one tensor and numbers, in place or not: the batch dim stays."""
     return op(*args, **kwargs), bdims[0]
 
 
 @shifted(Shift.SAME)
-def same_layout(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def same_layout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
     x, bdim = args[0], bdims[0]
     wanted = kwargs.get("memory_format", torch.preserve_format)
@@ -58,9 +54,7 @@ def same_layout(
 
 
 @COPIES.row("aten::contiguous")
-def contiguous(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def contiguous(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like clone, but it copies only if necessary."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
     if wanted not in _CHANNELS_LAST:
@@ -69,18 +63,14 @@ def contiguous(
 
 
 @COPIES.row("aten::to.dtype")
-def to_dtype(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def to_dtype(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Cast without a memory format. With one, the decomposition handles it."""
     return NotImplemented if len(args) > 4 else (op(*args), bdims[0])
 
 
 @COPIES.row("aten::copy_")
 @shifted(Shift.SAME, Shift.SAME)
-def copy_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def copy_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Broadcast the source and cast it to the dtype of the target."""
     x, bdim = args[0], bdims[0]
     if bdim is None:
@@ -90,9 +80,7 @@ def copy_inplace(
 
 
 @COPIES.row("aten::copy")
-def copy(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def copy(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like copy_, but the target may be unbatched."""
     x, bdim = args[0], bdims[0]
     if bdim is None:
@@ -106,9 +94,7 @@ def _aligned_source(source: Any, bdim: int | None, right: int) -> Any:
 
 
 @COPIES.row("aten::fill_.Tensor")
-def fill_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fill_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A batched fill value is copied into the tensor."""
     x, value = args
     bdim = bdims[0]
@@ -122,9 +108,7 @@ def fill_inplace(
 
 
 @COPIES.row("aten::fill.Tensor")
-def fill(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result depends only on the shape and dtype of the first argument."""
     x, value = args
     if bdims[1] is None:
@@ -136,7 +120,7 @@ def fill(
 
 @COPIES.row("aten::_new_zeros_with_same_feature_meta")
 def new_zeros_with_same_feature_meta(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return zeros for a tangent (the first argument), with the strides of the primal.
 
@@ -161,16 +145,14 @@ def new_zeros_with_same_feature_meta(
 
 @COPIES.row("aten::_has_same_storage_numel")
 def has_same_storage_numel(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return True: forward mode guards against views of larger storages, which no example is."""
     return True, None
 
 
 @COPIES.row("aten::is_same_size")
-def is_same_size(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def is_same_size(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Compare the logical sizes."""
     return logical_shape(args[0], bdims[0]) == logical_shape(args[1], bdims[1]), None
 
@@ -211,9 +193,7 @@ COPIES.rows(
 
 
 @COPIES.row("aten::resize", "aten::resize_")
-def resize(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def resize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Each example keeps its first elements in memory order.
 
     Raises:

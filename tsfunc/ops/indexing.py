@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 
 
 def _is_inplace(op: Any) -> bool:
@@ -36,9 +35,7 @@ def _rows_of(x: Tensor, bdim: int | None, size: int) -> tuple[Tensor, bool]:
 
 
 @row("aten::gather")
-def gather(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def gather(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The index and the values have the same rank, so both need the batch dim."""
     x, dim, index = args
     size = level.batch_size
@@ -51,9 +48,7 @@ def gather(
     return (out.squeeze(1) if scalar else out), 0
 
 
-def scatter(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def scatter(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write one element per index; the source is a tensor or a number."""
     x, dim, index, source, *rest = args
     size = level.batch_size
@@ -92,9 +87,7 @@ rows(
 
 
 @row("aten::index_select")
-def index_select(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Select by a shared index, select from a shared tensor, or gather if both are batched."""
     x, dim, index = args
     bdim, q = bdims[0], bdims[2]
@@ -146,9 +139,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
     "aten::index_reduce", "aten::index_reduce_",
 )  # fmt: skip
 @checked
-def index_write(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def index_write(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator for a shared index, else the corresponding scatter."""
     x, dim, index, source, *rest = args
     bdim, _, q, s = bdims[:4]
@@ -196,9 +187,7 @@ def _scattered(
     "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
 )  # fmt: skip
 @checked
-def index_fill(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def index_fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Fill with one number for a shared index, else with numbers per example."""
     x, dim, index, value = args
     bdim, _, q, v = (*bdims, None)[:4]
@@ -245,9 +234,7 @@ def _index_mask(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 @row("aten::take")
-def take(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def take(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Index into the flattened elements of each example."""
     x, index = args
     if bdims[0] is None:
@@ -264,9 +251,7 @@ def take(
 
 @row("aten::put", "aten::put_")
 @checked
-def put(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def put(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write into the flattened elements of each example."""
     x, index, source, *rest = args
     inplace = _is_inplace(op)
@@ -296,9 +281,7 @@ def _ordinals(mask: Tensor) -> Tensor:
 
 @row("aten::masked_scatter", "aten::masked_scatter_")
 @checked
-def masked_scatter(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def masked_scatter(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
@@ -329,7 +312,7 @@ def masked_scatter(
 
 @row("aten::masked_scatter_backward")
 def masked_scatter_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Collect the gradients at the mask's True elements, in order.
 

@@ -7,7 +7,7 @@ become columns of one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.reductions import reduction
 from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_at_least
-from tsfunc.ops.registry import BatchDims, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
@@ -34,9 +34,7 @@ def result_dims(out: Any, size: Any) -> Any:
     return tuple(result_dims(o, size) for o in out)
 
 
-def leading(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def leading(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batching rule of a function of one matrix."""
     if args[0].dim() < 3:
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -68,9 +66,7 @@ rows(
     "aten::slogdet",
     "aten::logdet",
 )
-def determinant(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def determinant(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """torch factors contiguous matrices transposed, and its derivative checks the same.
 
     The batch is made contiguous if the examples are, so that both checks agree.
@@ -106,9 +102,7 @@ _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.a
 
 
 @row(*_TOLERANCES)
-def with_tolerances(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def with_tolerances(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A function of a matrix and of tolerances that broadcast with its leading dims."""
     if not ranks_at_least(bdims, args, 2):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -149,9 +143,7 @@ takes_keywords(_TOLERANCES, "atol", "rtol")
 
 
 @row("aten::linalg_matrix_exp")
-def matrix_exp(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def matrix_exp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flatten the leading dims: the kernel accepts several only if a view flattens them."""
     x = batch_to_front(args[0], bdims[0])
     if x.dim() < 3:
@@ -176,9 +168,7 @@ def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
     ``broadcast`` is True for an operator that broadcasts leading dims.
     """
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         count = len(ranks)
         if not ranks_at_least(bdims, args[:count], *ranks):
             return raise_as_one_example(op, bdims, args, kwargs)
@@ -208,9 +198,7 @@ _unpacked = matrices_rule(2, 1)
 
 
 @row("aten::lu_unpack")
-def lu_unpack(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def lu_unpack(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Results that were not requested are empty and have no batch dim."""
     unpacked = _unpacked(op, level, bdims, args, kwargs)
     if unpacked is NotImplemented:
@@ -220,9 +208,7 @@ def lu_unpack(
 
 
 @row("aten::linalg_cross")
-def linalg_cross(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def linalg_cross(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim`` is counted from the end, where a batch dim at the front does not change it."""
     x, y = args
     rank = logical_rank(x, bdims[0])
@@ -259,9 +245,7 @@ def _shape(x: Tensor, bdim: int | None) -> Any:
 
 
 @row("aten::_linalg_solve_ex", "aten::linalg_solve")
-def solve(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def solve(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
     ``_linalg_solve_ex`` returns factors besides the solution.
@@ -300,7 +284,7 @@ def solve(
 
 @row("aten::linalg_solve_triangular")
 def solve_triangular(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The matrix is the first argument."""
     if not ranks_at_least(bdims, args, 2, 2):
@@ -314,9 +298,7 @@ def solve_triangular(
 
 
 @row("aten::cholesky_solve", "aten::triangular_solve")
-def solve_factored(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def solve_factored(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The matrix is the second argument. triangular_solve also returns a copy of the matrix."""
     if not ranks_at_least(bdims, args, 2, 2):
         return raise_as_one_example(op, bdims, args, kwargs)
@@ -330,9 +312,7 @@ def solve_factored(
 
 
 @row("aten::linalg_lu_solve")
-def lu_solve(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def lu_solve(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Factors and pivots have the same batch.
 
     The kernel broadcasts both with the right-hand side.
@@ -351,9 +331,7 @@ def lu_solve(
 
 
 @row("aten::linalg_lstsq")
-def lstsq(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def lstsq(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Results that the driver does not compute are empty."""
     if not level.batch_size:
         raise NoExamples
@@ -374,9 +352,7 @@ def lstsq(
 
 
 @row("aten::_linalg_check_errors")
-def check_errors(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def check_errors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Check the error codes of a batch of matrices."""
     return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
 
@@ -385,9 +361,7 @@ _over_dims = reduction(2, 3, None, (None,))
 
 
 @row("aten::linalg_norm", "aten::linalg_norm.ord_str")
-def norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reduce vectors or matrices over ``dim``.
 
     Without ``dim``, reduce all elements, or (with ``ord``) the one or two dims of the input.
@@ -405,9 +379,7 @@ def norm(
 
 
 @row("aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord")
-def matrix_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def matrix_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reduce the matrices in ``dim``, by default the last two dims."""
     x, order, over, keep = with_defaults(args, None, "fro", (-2, -1), False)
     if x.dim() < 3:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
     logical_rank,
 )
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
 
@@ -53,9 +53,7 @@ def _size_without(out: Tensor, bdim: int) -> Any:
 def pointwise_loss(count: int) -> Rule:
     """Return the rule of a loss with ``count`` tensors, a reduction and possibly a number."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         tensors = [*args[:count], None, None][:count]
         reduction = args[count] if len(args) > count else MEAN
         aligned, bdim = _broadcast(tensors, [*bdims[:count], None, None][:count])
@@ -67,9 +65,7 @@ def pointwise_loss(count: int) -> Rule:
 def pointwise_loss_backward(count: int) -> Rule:
     """Return the rule of the backward operator; its first tensor, the gradient, is expanded."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         tensors = [*args[:count], None][:count]
         reduction = args[count] if len(args) > count else MEAN
         aligned, bdim = _broadcast(tensors, [*bdims[:count], None][:count])
@@ -128,7 +124,7 @@ def _class_losses(
 @row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 @checked
 def nll_loss_forward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Look up the value of each target; also return the sum of the targets' weights."""
     x, target, weight, reduction, ignore = args
@@ -145,7 +141,7 @@ def nll_loss_forward(
 
 @row("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_loss_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Write the gradient at the position of each target."""
     grad, x, target, weight, reduction, ignore, total = args
@@ -170,7 +166,7 @@ def _fold_into_samples(x: Tensor, bdim: int | None, size: int, lead: int) -> Ten
 @row("aten::multi_margin_loss")
 @checked
 def multi_margin_loss(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into the samples."""
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
@@ -194,7 +190,7 @@ def _sample_weights(weight: Any, bdim: int | None, target: Tensor) -> tuple[Any,
 
 @row("aten::multi_margin_loss_backward")
 def multi_margin_loss_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass."""
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
@@ -221,7 +217,7 @@ def _sample_grads(grad: Tensor, bdim: int | None, x: Tensor, reduction: int) -> 
 @row("aten::multilabel_margin_loss_forward")
 @checked
 def multilabel_margin_loss_forward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
@@ -237,7 +233,7 @@ def multilabel_margin_loss_forward(
 
 @row("aten::multilabel_margin_loss_backward")
 def multilabel_margin_loss_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into the samples."""
     grad, x, target, reduction, is_target = args

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.reductions import flatten_examples
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
 
@@ -32,9 +31,7 @@ def fold(x: Tensor) -> Tensor:
 
 
 @row("aten::repeat")
-def repeat(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def repeat(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
     x, bdim = args[0], bdims[0]
     repeats = list(args[1])
@@ -48,9 +45,7 @@ def repeat(
 
 
 @row("aten::tile")
-def tile(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def tile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like repeat, which requires one number for each dim."""
     times = [*[1] * (args[0].dim() - 1 - len(args[1])), *args[1]]
     return repeat(torch.ops.aten.repeat.default, level, bdims, (args[0], times), kwargs)
@@ -58,9 +53,7 @@ def tile(
 
 @row("aten::flip")
 @shifted(Shift.SAME, Shift.DIMS)
-def flip(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def flip(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flip logical dims. A scalar is cloned."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -73,9 +66,7 @@ def flip(
 
 @row("aten::roll")
 @shifted(Shift.FEW, Shift.SAME, Shift.DIMS)
-def roll(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def roll(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Without ``dims``, roll the flattened logical tensor."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -90,18 +81,14 @@ def roll(
 
 
 @row("aten::rot90")
-def rot90(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def rot90(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Rotate in the plane of two logical dims."""
     x, bdim = args[0], bdims[0]
     k, plane = with_defaults(args[1:], 1, (0, 1))
     return op(x, k, physical_dims(plane, x.dim() - 1, bdim)), bdim
 
 
-def triangle(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def triangle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The matrices are the last two dims, so the batch dim must come before them."""
     x, bdim = args[0], bdims[0]
     if bdim > x.dim() - 3:
@@ -112,7 +99,7 @@ def triangle(
 
 
 def triangle_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Write through a view that has the batch dim first."""
     if args[0].dim() < 3:
@@ -122,9 +109,7 @@ def triangle_inplace(
 
 
 @row("aten::constant_pad_nd")
-def constant_pad_nd(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def constant_pad_nd(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The last dims are padded, so the batch dim must come before them."""
     x, bdim = args[0], bdims[0]
     padded = len(args[1]) // 2
@@ -145,9 +130,7 @@ def constant_pad_nd(
 
 
 @row("aten::pad")
-def pad(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pad(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Constant mode only; other modes run by decomposition."""
     x, sizes, mode, value = with_defaults(args, None, None, "constant", None)
     if mode != "constant":
@@ -159,9 +142,7 @@ def pad(
 def edge_pad(spatial: int) -> Rule:
     """Return the rule of a pad that takes ``spatial`` dims, a channel dim and a batch dim."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         tensors = len(bdims) - 1
         size = level.batch_size
         values = [expand_to_front(args[i], bdims[i], size) for i in range(tensors)]
@@ -175,9 +156,7 @@ def edge_pad(spatial: int) -> Rule:
 
 
 @row("aten::diag_embed")
-def diag_embed(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def diag_embed(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim1`` and ``dim2`` are dims of the result, which has one dim more than the argument."""
     x = batch_to_front(args[0], bdims[0])
     offset, dim1, dim2 = with_defaults(args[1:], 0, -2, -1)
@@ -186,9 +165,7 @@ def diag_embed(
 
 
 @row("aten::trace")
-def trace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def trace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the sum of the diagonal."""
     x, bdim = args[0], bdims[0]
     if x.dim() != 3:
@@ -198,9 +175,7 @@ def trace(
 
 @row("aten::select_backward")
 @shifted(Shift.SAME, Shift.SIZES, Shift.NEW_DIM)
-def select_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def select_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Insert the selected dim, as unsqueeze does."""
     grad, sizes, dim, index = args
     bdim = bdims[0]
@@ -213,9 +188,7 @@ def select_backward(
 
 @row("aten::slice_backward")
 @shifted(Shift.SAME, Shift.SIZES, Shift.DIM)
-def slice_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def slice_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result has the rank of the gradient."""
     grad, sizes, dim = args[:3]
     bdim = bdims[0]
@@ -227,7 +200,7 @@ def slice_backward(
 @row("aten::diagonal_backward")
 @shifted(Shift.SAME, Shift.SIZES, Shift.SAME, Shift.NEW_DIM, Shift.NEW_DIM)
 def diagonal_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """``dim1`` and ``dim2`` are dims of the input."""
     grad, sizes, offset, dim1, dim2 = args
@@ -237,9 +210,7 @@ def diagonal_backward(
 
 
 @row("aten::unfold_backward")
-def unfold_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def unfold_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim`` is a dim of the input. A scalar input has one window."""
     grad, sizes, dim, size, step = args
     grad = batch_to_front(grad, bdims[0])
@@ -249,16 +220,14 @@ def unfold_backward(
     return op(grad, [level.batch_size, *sizes], dim, size, step), 0
 
 
-def _pair(level: RuleLevel, bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _pair(level: RuleLevel, bdims: BatchDims, args: Args) -> tuple[Tensor, Tensor]:
     """Return the target and the source of a scatter, both with the batch dim first."""
     size = level.batch_size
     return expand_to_front(args[0], bdims[0], size), expand_to_front(args[1], bdims[1], size)
 
 
 @row("aten::select_scatter", "aten::slice_scatter")
-def scatter_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def scatter_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write along one logical dim of the target."""
     x, source = _pair(level, bdims, args)
     dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, 0)
@@ -267,7 +236,7 @@ def scatter_dim(
 
 @row("aten::diagonal_scatter")
 def diagonal_scatter(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Write along a diagonal of two logical dims of the target."""
     x, source = _pair(level, bdims, args)
@@ -277,9 +246,7 @@ def diagonal_scatter(
 
 @row("aten::pixel_shuffle", "aten::pixel_unshuffle")
 @checked
-def pixel_shuffle(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pixel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel accepts any dims before the last three; only four dims can be channels-last.
 
     Raises:
@@ -295,9 +262,7 @@ def pixel_shuffle(
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")
 @checked
-def channel_shuffle(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def channel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes one dim before the channels."""
     x = batch_to_front(args[0], bdims[0])
     return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
@@ -317,7 +282,7 @@ for _n in (1, 2, 3):
 
 @row("aten::repeat_interleave.self_int")
 def repeat_interleave(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Without ``dim``, repeat the elements of the flattened logical tensor."""
     x, bdim = args[0], bdims[0]

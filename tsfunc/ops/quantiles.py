@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, logical_rank, unit_dims, with_defaults, wrap_dim
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
 
@@ -21,9 +20,7 @@ _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
     "aten::nanquantile",
     "aten::nanquantile.scalar",
 )
-def quantile(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def quantile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Several quantiles are the first logical dim of the result."""
     (x, bdim), (q, q_bdim) = (args[0], bdims[0]), (args[1], bdims[1])
     dim, keepdim = with_defaults(args[2:], None, False)

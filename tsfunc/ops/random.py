@@ -15,7 +15,7 @@ Unlike other rules, these rules also run when no argument is batched.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 
 def check_randomness(op: Any, level: RuleLevel, kwargs: Mapping[str, Any]) -> None:
@@ -87,9 +87,7 @@ def draw_shape_like(level: RuleLevel, x: Tensor, bdim: int | None) -> tuple[Tens
 def random_factory(size_position: int) -> Rule:
     """Return the rule of a random factory whose size is ``args[size_position]``."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         check_randomness(op, level, kwargs)
         if level.randomness == "same":
             return op(*args, **kwargs), None
@@ -106,9 +104,7 @@ def random_factory(size_position: int) -> Rule:
 
 
 @row("aten::randperm", "aten::randperm.generator")
-def randperm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def randperm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator per example, as torch.func does: its kernel draws one permutation."""
     check_randomness(op, level, kwargs)
     if level.randomness == "same":
@@ -120,9 +116,7 @@ def randperm(
     return torch.stack([op(*args, **kwargs) for _ in range(level.batch_size)]), 0
 
 
-def random_like(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def random_like(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
@@ -139,9 +133,7 @@ def random_like(
 
 
 @row("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
-def randint_like(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def randint_like(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The upper bound is a tensor with one number, shared or per example."""
     x, high = args
     if bdims[1] is None:
@@ -177,9 +169,7 @@ def shared_draw_error(op: Any) -> RuntimeError:
     )
 
 
-def random_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def random_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Overwrite the first argument."""
     check_randomness(op, level, kwargs)
     require_one_distribution(op, level, bdims[1:])
@@ -209,9 +199,7 @@ def random_inplace(
     return x, bdim
 
 
-def sample_from(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sample_from(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
     require_one_distribution(op, level, bdims)
@@ -229,9 +217,7 @@ def sample_from(
     return op(*placed, **kwargs), 0
 
 
-def _split_bernoulli(
-    level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _split_bernoulli(level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw for each example in the shape and dtype of the first argument, batch dim first.
 
     The last argument has the probabilities.
@@ -244,9 +230,7 @@ def _split_bernoulli(
 
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
-def bernoulli(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def bernoulli(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The last argument has the probabilities.
 
     An earlier tensor gives only the shape and dtype.
@@ -269,9 +253,7 @@ def bernoulli(
     "aten::normal.Tensor_float",
     "aten::normal.float_Tensor",
 )
-def normal(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def normal(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Draw with tensor parameters; ``"split"`` scales and shifts standard normal numbers."""
     if level.randomness != "split":
         return sample_from(op, level, bdims, args, kwargs)
@@ -291,9 +273,7 @@ def normal(
 
 
 @row("aten::multinomial")
-def multinomial(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def multinomial(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes one matrix, whose rows are distributions."""
     check_randomness(op, level, kwargs)
     require_one_distribution(op, level, bdims)
@@ -332,9 +312,7 @@ def keep_mask(
 def dropout_rule(alpha: bool, features: bool) -> Rule:
     """Return the rule of a dropout function; all of them have the same arguments."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, p, train = args
         if not train or p == 0:
             return x, bdims[0]
@@ -366,9 +344,7 @@ def dropout_rule(alpha: bool, features: bool) -> Rule:
 
 
 @row("aten::native_dropout")
-def native_dropout(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def native_dropout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the result and the mask."""
     x, p, train = args
     if train is False:
@@ -387,7 +363,7 @@ def native_dropout(
 
 @row("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
 def rrelu_with_noise(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Draw the slopes of negative values, and write them into ``noise``."""
     x, noise, lower, upper, training = with_defaults(args[:5], None, None, 1 / 8, 1 / 3, False)
@@ -434,9 +410,7 @@ def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor
 
 
 @row("aten::rrelu")
-def rrelu(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def rrelu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like ``rrelu_with_noise``, without the noise."""
     x, lower, upper, training = with_defaults(args[:4], None, 1 / 8, 1 / 3, False)
     bdim = bdims[0]

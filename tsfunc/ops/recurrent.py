@@ -8,14 +8,14 @@ products that do not depend on the previous step are one product over all steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, expand_at, expand_to_front
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 LSTM = 2  # the kernel's number of an LSTM layer
 
@@ -56,9 +56,7 @@ def _state(x: Tensor, bdim: int | None, size: int) -> Tensor:
 
 
 @row("aten::mkldnn_rnn_layer")
-def layer(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def layer(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch an LSTM layer: NOTE [an LSTM layer and its gradient]."""
     x, *weights, h, c, reverse, batch_sizes, mode, _, _, biased = args[:13]
     size = level.batch_size
@@ -119,9 +117,7 @@ def _gate_grads(
 
 
 @row("aten::mkldnn_rnn_layer_backward")
-def layer_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def layer_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Recompute the gates and run the backward pass: NOTE [an LSTM layer and its gradient]."""
     reverse, mode, _, _, biased, _, _, batch_sizes = args[13:21]
     if batch_sizes or mode != LSTM:
@@ -167,9 +163,7 @@ def _split(x: Tensor | None, size: int) -> Tensor | None:
 
 
 @row("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
-def fused_cell(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fused_cell(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
     biases, positions = [*args[3:], None, None][:2], [*bdims[3:], None, None][:2]
@@ -186,7 +180,7 @@ def fused_cell(
 
 @row("aten::_thnn_fused_lstm_cell_backward_impl")
 def fused_lstm_cell_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The bias gradient is the sum of the gate gradients over each example's samples."""
     size = level.batch_size
@@ -201,7 +195,7 @@ def fused_lstm_cell_backward(
 
 @row("aten::_thnn_fused_gru_cell_backward")
 def fused_gru_cell_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Like the LSTM cell, with two biases, one for each part of the gates."""
     size = level.batch_size

@@ -27,7 +27,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import raise_as_one_example
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
 
@@ -52,9 +52,7 @@ def reduction(
         between: the defaults of the arguments between the tensor and the dims.
     """
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, bdim = args[0], bdims[0]
         if len(args) < position:
             args = [x, *with_defaults(args[1:], *between)]
@@ -102,9 +100,7 @@ def _of_scalar(
 def over_all_dims(reduce: Callable[..., Any]) -> Rule:
     """Return the rule of a reduction over all dims; ``reduce(x, dims)`` reduces some dims."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, bdim = args[0], bdims[0]
         if x.dim() == 1:
             x = x.unsqueeze(1)
@@ -126,9 +122,7 @@ _keyword_keepdim = reduction(1, None)
 
 
 @shifted(Shift.SAME, Shift.DIMS)
-def variance(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def variance(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
         kwargs = {**kwargs, "correction": -1}
@@ -136,9 +130,7 @@ def variance(
 
 
 @shifted(Shift.SAME, Shift.DIMS)
-def all_or_any(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def all_or_any(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """An empty list of dims reduces no dim; other reductions treat it as all dims."""
     if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
         return op(*args, **kwargs), bdims[0]
@@ -146,9 +138,7 @@ def all_or_any(
 
 
 @shifted(Shift.SAME, Shift.DIMS)
-def arg_extreme(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def arg_extreme(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
         return _by_dims(op, level, bdims, args, kwargs)
@@ -160,9 +150,7 @@ def arg_extreme(
 
 
 @row("aten::aminmax")
-def aminmax(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def aminmax(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim`` is keyword-only.
 
     Without it all dims are reduced, and keepdim keeps each of size 1.
@@ -181,26 +169,20 @@ def aminmax(
 
 
 @row("aten::prod")
-def prod(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def prod(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flatten the logical dims, because the kernel takes one dim."""
     return torch.prod(flatten_examples(args[0], bdims[0]), 1, **kwargs), 0
 
 
 @row("aten::median")
-def median(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def median(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Median of all elements: the logical dims are flattened into one."""
     x = flatten_examples(args[0], bdims[0])
     return _with_shared_gradient(x, torch.median(x, 1).values), 0
 
 
 @row("aten::nanmedian")
-def nanmedian(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def nanmedian(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like median."""
     x = flatten_examples(args[0], bdims[0])
     return _with_shared_gradient(x, torch.nanmedian(x, 1).values), 0
@@ -219,9 +201,7 @@ def _with_shared_gradient(x: Tensor, extreme: Tensor) -> Tensor:
 
 
 @row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
-def norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Norm of all elements, by the overload that takes dims."""
     x, bdim = args[0], bdims[0]
     p = 2 if len(args) < 2 or args[1] is None else args[1]
@@ -234,9 +214,7 @@ def norm(
 
 
 @row("aten::dist")
-def dist(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def dist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the norm of the difference."""
     (x, y), bdim = align(promote_scalars(args[:2], bdims[:2]), bdims)
     difference = x - y
@@ -244,9 +222,7 @@ def dist(
 
 
 @row("aten::renorm")
-def renorm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def renorm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Scale each slice by a factor from its norm: the kernel has no second dim for the batch."""
     x, p, dim, limit = args
     bdim = bdims[0]
@@ -259,9 +235,7 @@ def renorm(
 
 
 @row("aten::renorm_")
-def renorm_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def renorm_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like renorm; the result is copied into the argument."""
     if bdims[0] is None:
         refuse_inplace(op)
@@ -277,9 +251,7 @@ def along_dim(tensors: int = 1) -> Rule:
     ``tensors`` is the number of tensor arguments, which come first.
     """
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, bdim = args[0], bdims[0]
         if tensors == 1:
             values = [x]
@@ -304,9 +276,7 @@ def along_dim(tensors: int = 1) -> Rule:
 _along = along_dim()
 
 
-def along_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def along_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """In-place operators with one tensor: the result is written into it."""
     _along(op, level, bdims, args, kwargs)
     return args[0], bdims[0]
@@ -388,9 +358,7 @@ rows(along_dim(5), "aten::glu_backward_jvp")
 
 
 @row("aten::count_nonzero")
-def count_nonzero(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def count_nonzero(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim`` is an int or None; None is replaced by the list of all logical dims."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1

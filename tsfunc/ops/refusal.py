@@ -16,7 +16,7 @@ symbolic sizes are not checked in this way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,12 @@ from torch import Tensor
 
 from tsfunc.ops.dims import function_name, logical_rank
 from tsfunc.ops.keywords import keyword_bdim
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel
 
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
 
 
-def raise_as_one_example(
-    op: Any, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def raise_as_one_example(op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Raise torch's error for one example; return NotImplemented if torch accepts the call.
 
     The error has the type of torch's error. The shapes of the examples are appended to its
@@ -79,9 +77,7 @@ def checked(rule: Rule) -> Rule:
     accepted: set[Any] = set()
 
     @functools.wraps(rule)
-    def run(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         try:
             named = (_signature(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items())
             key = (op, *map(_signature, args, bdims), *kwargs, *named)
@@ -98,9 +94,7 @@ def checked(rule: Rule) -> Rule:
     return run
 
 
-def _check(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def _check(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's error if torch refuses the call for one example."""
     named = {name: _zeros(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items()}
     with level.outside():

@@ -110,8 +110,11 @@ class RuleLevel(Protocol):
         """Record that an operator is about to draw from the generator (None: torch's default)."""
 
 
+# The parameters of a rule: NOTE [batching rules].
 BatchDims = Sequence[Any]
-Rule = Callable[[Any, RuleLevel, BatchDims, Sequence[Any], Mapping[str, Any]], Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Rule = Callable[[Any, RuleLevel, BatchDims, Args, Kwargs], Any]
 
 
 @dataclass(frozen=True)

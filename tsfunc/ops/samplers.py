@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from tsfunc.ops import distributions
 from tsfunc.ops.dims import batch_to_front, function_name, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
-from tsfunc.ops.registry import BatchDims, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel
 
 Sampler = Callable[..., Tensor]
 
@@ -213,7 +213,7 @@ def _samples(
 
 
 def of_parameters(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Tensor:
     """Return numbers of distributions with tensor parameters: poisson, binomial, gamma, dirichlet.
 

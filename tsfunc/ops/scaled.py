@@ -7,7 +7,6 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, with_defaults
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 _FLOAT8 = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -42,9 +41,7 @@ def _sum(out: Tensor, bias: Tensor | None, bdim: int | None, dtype: torch.dtype)
 
 @row("aten::_scaled_mm")
 @checked
-def scaled_mm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def scaled_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return ``self @ mat2``, each multiplied by its scale.
 
     The CPU kernel applies the scale of a float8 result depending on the bias, so the per-example
@@ -63,9 +60,7 @@ def scaled_mm(
 
 @row("aten::_scaled_mm_v2")
 @checked
-def scaled_mm_v2(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def scaled_mm_v2(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like ``scaled_mm``, with lists of scales.
 
     The rule covers only one scale per tensor or per row.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front, logical_rank, wrap_dim
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
 
 
 @row(*NAMES)
-def segment_reduce(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def segment_reduce(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim is one more leading dim; each example has its own segments.
 
     ``args`` are the data and the name of the reduction. In the backward pass the gradient and the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.splitting import agree
 from tsfunc.user_code import user_location
 
@@ -35,9 +35,7 @@ def _line(x: Tensor, bdim: int, dim: int) -> tuple[Tensor, int, bool]:
 
 
 @row("aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
-def sort(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sort(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``dim`` is positional, or a keyword argument of the stable overloads."""
     x = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
@@ -52,9 +50,7 @@ def sort(
 
 
 @row("aten::topk")
-def topk(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def topk(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
     x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
@@ -83,9 +79,7 @@ def _search(
 
 
 @row("aten::searchsorted.Tensor")
-def searchsorted(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def searchsorted(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Sequences with several dims match the rows of values with the same leading dims."""
     s = keyword_bdim(bdims, args, "sorter")
     return _search(args[0], bdims[0], args[1], bdims[1], level.batch_size, kwargs, s)
@@ -96,7 +90,7 @@ takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sort
 
 @row("aten::searchsorted.Scalar")
 def searchsorted_number(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Search one number in the sequence of each example."""
     x = torch.as_tensor(args[1], device=args[0].device)
@@ -106,9 +100,7 @@ def searchsorted_number(
 
 
 @row("aten::bucketize.Tensor")
-def bucketize(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def bucketize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call searchsorted with the arguments in reverse order."""
     if bdims[1] is None:
         return op(args[0].contiguous(), args[1], **kwargs), bdims[0]
@@ -117,7 +109,7 @@ def bucketize(
 
 @row("aten::bucketize.Scalar")
 def bucketize_number(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Search one number in the boundaries of each example."""
     return searchsorted_number(op, level, (bdims[1], None), (args[1], args[0]), kwargs)
@@ -125,9 +117,7 @@ def bucketize_number(
 
 @row("aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::isin.Scalar_Tensor")
 @checked
-def isin(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def isin(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Look up all elements in shared values at once, or compare each with its example's values."""
     elements, values = args
     if bdims[1] is None:
@@ -143,9 +133,7 @@ def isin(
 
 
 @row("aten::one_hot")
-def one_hot(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def one_hot(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Compare the indices with each class.
 
     Raises:

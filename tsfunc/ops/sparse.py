@@ -6,7 +6,7 @@ layouts have separate batch dims (``compressed``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.dynamic import refuse_dynamic_size
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
 from tsfunc.ops.splitting import agree
 
@@ -153,17 +153,13 @@ def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any
 
 
 @row("aten::_sparse_mm")
-def sparse_mm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``torch.sparse.mm`` of a sparse and a dense matrix, in either order."""
     return product(args[0], bdims[0], args[1], bdims[1], op)
 
 
 @row("aten::_sparse_addmm")
-def sparse_addmm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_addmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return ``beta`` times a matrix plus ``alpha`` times a product."""
     if bdims[1] is None and bdims[2] is None:
         product_of: Any = torch.sparse.mm(args[1], args[2]), None
@@ -181,7 +177,7 @@ def sparse_addmm(
 
 
 def sparse_sum_of_product(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """``addmm`` of sparse tensors, called after the rule of dense tensors raised an error."""
     if not is_sparse(args[1]) and not is_sparse(args[2]):
@@ -189,7 +185,7 @@ def sparse_sum_of_product(
     return sparse_addmm(op, level, bdims, args, kwargs)
 
 
-def linear(op: Any, bdims: BatchDims, args: Sequence[Any]) -> Any:
+def linear(op: Any, bdims: BatchDims, args: Args) -> Any:
     """Multiply rows by a sparse weight matrix, and add the bias."""
     x, weight, *bias = args
     bdim, q, *r = bdims
@@ -211,7 +207,7 @@ def linear(op: Any, bdims: BatchDims, args: Sequence[Any]) -> Any:
 
 @row("aten::_sparse_mm.reduce")
 def sparse_mm_reduce(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Each column is reduced separately, so the examples become further columns."""
     x, p = args[0], bdims[0]
@@ -225,7 +221,7 @@ def sparse_mm_reduce(
 
 @row("aten::_sparse_mm_reduce_impl")
 def sparse_mm_reduce_impl(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return the product, and for its derivative the stored element that each result is from."""
     x = batch_of(args[0], bdims[0], level.batch_size)
@@ -257,7 +253,7 @@ def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 @row("aten::_sparse_mm_reduce_impl_backward")
 def sparse_mm_reduce_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Use the block-diagonal matrix, as the product does."""
     size = level.batch_size
@@ -292,24 +288,20 @@ def _convert_indices(chosen: Tensor, stored: int, sign: int) -> Tensor:
 
 
 @row("aten::_to_sparse.sparse_dim")
-def to_sparse_dims(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def to_sparse_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim becomes an additional sparse dim."""
     return op(batch_to_front(args[0], bdims[0]), args[1] + 1), 0
 
 
 @row("aten::_to_sparse")
-def to_sparse(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def to_sparse(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Compressed layouts have batch dims too, and these also come first."""
     return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
 
 
 @row("aten::to_sparse")
 def to_sparse_of_any(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
     return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
@@ -319,9 +311,7 @@ def to_sparse_of_any(
     "aten::to_sparse_csr", "aten::to_sparse_csc", "aten::to_sparse_bsr", "aten::to_sparse_bsc",
     "aten::_to_sparse_csr", "aten::_to_sparse_csc", "aten::_to_sparse_bsr", "aten::_to_sparse_bsc",
 )  # fmt: skip
-def to_compressed(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def to_compressed(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """All examples must store the same number of elements."""
     x = batch_to_front(args[0], bdims[0])
     if x.layout is torch.sparse_coo:
@@ -354,9 +344,7 @@ def _same_number(op: Any, level: RuleLevel, counts: Tensor, instead: str) -> Non
 
 
 @row("aten::_sparse_sum.dim")
-def sparse_sum(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_sum(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A result without sparse dims is dense, and then the batch of results is dense too."""
     x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
@@ -367,7 +355,7 @@ def sparse_sum(
 
 @row("aten::_sparse_sum_backward")
 def sparse_sum_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The batch dim is a sparse dim that is not reduced, so the gradient is sparse too."""
     size = level.batch_size
@@ -382,7 +370,7 @@ def sparse_sum_backward(
 
 @row("aten::_sparse_softmax_backward_data", "aten::_sparse_log_softmax_backward_data")
 def sparse_softmax_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Shift the dim past the batch dim, as the softmax does."""
     grad, out, dim, x = args
@@ -395,9 +383,7 @@ def sparse_softmax_backward(
 
 
 @row("aten::_sparse_softmax", "aten::_sparse_log_softmax")
-def sparse_softmax(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_softmax(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Normalize over the stored elements of a dim."""
     x = batch_to_front(args[0], bdims[0])
     return op(x, wrap_dim(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
@@ -405,7 +391,7 @@ def sparse_softmax(
 
 @row("aten::_sparse_sum", "aten::_sparse_sum.dtype")
 def sparse_sum_of_all(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return one dense number for each example."""
     x = batch_to_front(args[0], bdims[0])
@@ -414,9 +400,7 @@ def sparse_sum_of_all(
 
 
 @row("aten::_nnz")
-def stored_count(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def stored_count(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest number of elements that an example stores.
 
     Only C++ code calls this rule, to check for zero elements. The count that the user sees is
@@ -434,7 +418,7 @@ def stored_count(
 
 @row("aten::_sparse_mask_projection")
 def sparse_mask_projection(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The transpose of ``sparse_mask``, for two sparse tensors."""
     x, mask = (
@@ -445,17 +429,13 @@ def sparse_mask_projection(
 
 
 @row("aten::indices", "aten::_indices")
-def indices(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def indices(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the indices within each example."""
     return _stored(op, level, batch_to_front(args[0], bdims[0]))[0].movedim(2, 1), 0
 
 
 @row("aten::values", "aten::_values")
-def values(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def values(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the stored elements of each example."""
     if is_compressed(args[0]):
         return op(args[0]), bdims[0]
@@ -483,40 +463,32 @@ def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @row("aten::_coalesce")
-def coalesce(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def coalesce(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The index of the example is part of each index, so examples are coalesced separately."""
     return args[0].coalesce(), bdims[0]
 
 
 @row("aten::is_coalesced")
-def is_coalesced(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def is_coalesced(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The examples are coalesced if the batch is."""
     return op(args[0]), None
 
 
 @row("aten::sparse_dim")
-def sparse_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim counts as one sparse dim, which is subtracted."""
     return op(args[0]) - is_sparse(args[0]), None
 
 
 @row("aten::dense_dim")
-def dense_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def dense_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """All dims of a strided tensor are dense, so there the batch dim is subtracted."""
     return op(args[0]) - (not is_sparse(args[0])), None
 
 
 @row("aten::_sparse_coo_tensor_with_dims_and_tensors")
 def sparse_coo_tensor(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The index of the example becomes an additional row of the indices."""
     sparse, dense, size, positions, stored = args
@@ -533,9 +505,7 @@ def sparse_coo_tensor(
 
 
 @row("aten::sparse_mask")
-def sparse_mask(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def sparse_mask(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the values of a tensor at the indices that the mask stores."""
     x, mask = expand_to_front(args[0], bdims[0], level.batch_size), args[1]
     if is_compressed(mask):
@@ -544,8 +514,6 @@ def sparse_mask(
 
 
 @row("aten::_to_dense", "aten::to_dense")
-def to_dense(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def to_dense(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Every dim keeps its position."""
     return op(*args, **kwargs), bdims[0]

@@ -22,7 +22,7 @@ from tsfunc.ops.compressed import (
 )
 from tsfunc.ops.dims import align, batch_to_front, op_name, unit_dims
 from tsfunc.ops.dynamic import refuse_dynamic_size
-from tsfunc.ops.registry import BatchDims, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel
 
 _SUMS = frozenset({"add", "sub", "subtract"})
 _PRODUCTS = frozenset({"mul", "multiply"})
@@ -30,7 +30,7 @@ _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 
 
 def sparse_elementwise(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Combine two tensors, at least one of them sparse.
 
@@ -86,9 +86,7 @@ def batched_sparse(x: Tensor, bdim: int | None, size: int) -> Tensor:
     return batch_to_front(x, bdim) if bdim is not None else torch.stack([x] * size)
 
 
-def _combine_sparse(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _combine_sparse(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Combine two sparse tensors; compressed matrices are combined as one block-diagonal matrix.
 
     All examples of a compressed result must store the same number of elements.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,17 @@ from tsfunc.ops.dims import (
     with_defaults,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 
 @row("aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r")
-def fourier(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fourier(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The second argument has the dims; other arguments do not refer to dims."""
     x, bdim = args[0], bdims[0]
     return op(x, physical_dims(args[1], x.dim() - 1, bdim), *args[2:], **kwargs), bdim
 
 
-def along_one(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def along_one(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch ``f(x, n, dim, norm)``."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1:
@@ -44,9 +40,7 @@ def along_one(
 def along_several(default: Sequence[int] | None) -> Rule:
     """Batch ``f(x, sizes, dims, norm)``; ``dims`` has a default, or one dim per size."""
 
-    def rule(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, bdim = args[0], bdims[0]
         rank = x.dim() - 1
         sizes, along, norm = with_defaults(args[1:], None, default, None)
@@ -64,9 +58,7 @@ def along_several(default: Sequence[int] | None) -> Rule:
     return rule
 
 
-def shifted(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def shifted(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Shift each dim by half of its size, all dims by default."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -140,9 +132,7 @@ def _with_windows(x: Tensor, window: Tensor, rest: Sequence[Any]) -> Tensor:
 
 @row("aten::istft")
 @checked
-def istft(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def istft(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The examples of a shared window are more channels; torch checks the window's values."""
     x, *rest = args
     window_dim = bdims[4] if len(bdims) > 4 else None

@@ -6,7 +6,7 @@ batch dims for broadcasting, and it promotes logical scalars.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, expand_to_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import BatchDims, RuleLevel, aten_names, row, rows
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, aten_names, row, rows
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
@@ -31,9 +31,7 @@ def uniform(args: Sequence[Any], bdims: BatchDims) -> bool:
     return True
 
 
-def pointwise(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pointwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
         count = len(args)
@@ -71,7 +69,7 @@ def pointwise(
 
 
 def pointwise_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Write the first argument; the other arguments are aligned with its batch dim."""
     x, bdim = args[0], bdims[0]
@@ -87,9 +85,7 @@ def pointwise_inplace(
 
 
 @row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
-def clamp(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def clamp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch all three arguments if both bounds are tensors.
 
     torch's derivative compares two of the arguments and writes values that depend on the third one
@@ -105,17 +101,13 @@ def clamp(
 
 
 @row("aten::frexp.Tensor", "aten::_prelu_kernel_backward")
-def pointwise_pair(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def pointwise_pair(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators with two results: a separate rule, so that ``pointwise`` means one result."""
     return pointwise(op, level, bdims, args, kwargs)
 
 
 @row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
-def where(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def where(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The condition does not affect type promotion."""
     if uniform(args, bdims):
         return op(*args, **kwargs), bdims[0]
@@ -125,9 +117,7 @@ def where(
 
 
 @row("aten::masked_fill.Scalar")
-def masked_fill(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def masked_fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result has the dtype of the first argument, so scalars are not promoted."""
     aligned, bdim = align(args, bdims)
     return op(*aligned, **kwargs), bdim
@@ -135,7 +125,7 @@ def masked_fill(
 
 @row("aten::masked_fill.Tensor")
 def masked_fill_tensor(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """A batched value is filled by ``where``: the operator accepts only a value without dims."""
     if bdims[2] is None:
@@ -149,7 +139,7 @@ def masked_fill_tensor(
 
 @row("aten::masked_fill_.Scalar")
 def masked_fill_scalar_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Align the mask with the batch dim of the written tensor."""
     x, bdim = args[0], bdims[0]
@@ -162,7 +152,7 @@ def masked_fill_scalar_inplace(
 
 @row("aten::masked_fill_.Tensor")
 def masked_fill_tensor_inplace(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Like the scalar overload, except that a batched value is filled by ``where``."""
     if bdims[2] is None:
@@ -179,7 +169,7 @@ def masked_fill_tensor_inplace(
 
 @row("aten::gelu_backward", "aten::rrelu_with_noise_backward", "aten::_prelu_kernel")
 def pointwise_of_equal_shapes(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Broadcast explicitly: these kernels do not broadcast all arguments, or warn about it."""
     if uniform(args, bdims):
@@ -192,7 +182,7 @@ def pointwise_of_equal_shapes(
 
 @row("aten::log_sigmoid_forward")
 def log_sigmoid_forward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """The second result is a buffer for the backward pass, empty on devices other than the CPU."""
     buffered = args[0].device.type == "cpu"
@@ -201,7 +191,7 @@ def log_sigmoid_forward(
 
 @row("aten::log_sigmoid_backward")
 def log_sigmoid_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Ignore the buffer on devices other than the CPU, where it is empty."""
     if args[0].device.type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap_dim,
 )
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
 
 
@@ -46,9 +46,7 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @row("aten::cat", "aten::concat", "aten::concatenate")
 @shifted(Shift.FEW, Shift.DIM)
-def cat(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def cat(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Concatenate along one logical dim."""
     tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)
     ranks = [x.dim() for x in tensors]
@@ -71,9 +69,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], bdim: int, dim: int) -> Tensor
 
 @row("aten::stack", "aten::_stack")
 @shifted(Shift.FEW, Shift.NEW_DIM)
-def stack(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def stack(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A new dim at the position of the batch dim is inserted after the batch dim."""
     tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)
     rank = tensors[0].dim()
@@ -85,9 +81,7 @@ def stack(
 
 
 @row("aten::block_diag")
-def block_diag(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def block_diag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Pad each block to the width of the result and concatenate the blocks."""
     tensors = batches_first(args[0], bdims[0], level.batch_size)
     blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
@@ -102,7 +96,7 @@ def block_diag(
 
 @row("aten::broadcast_tensors")
 def broadcast_tensors(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Unbatched tensors are broadcast over the batch dim too."""
     pairs = list(zip(args[0], bdims[0], strict=True))

@@ -6,7 +6,7 @@ change the shape of a tensor; those call the functional operator: NOTE [changes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -23,7 +23,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import BatchDims, Family, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
 VIEWS: Final = Family()
@@ -55,7 +55,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, bdim: int) -> list[Any]:
     return out
 
 
-def _sizes(op: Any, bdims: BatchDims, args: Sequence[Any]) -> list[Any] | None:
+def _sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
     """Return the requested sizes preceded by the batch size; None if several of them are -1."""
     x = args[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
@@ -66,9 +66,7 @@ def _sizes(op: Any, bdims: BatchDims, args: Sequence[Any]) -> list[Any] | None:
 
 @VIEWS.row("aten::reshape", "aten::view_copy")
 @shifted(Shift.SAME, Shift.SIZES)
-def reshape(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def reshape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reshape with the batch dim first."""
     sizes = _sizes(op, bdims, args)
     if sizes is None:
@@ -78,9 +76,7 @@ def reshape(
 
 @VIEWS.row("aten::view")
 @shifted(Shift.SAME, Shift.SIZES)
-def view(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def view(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """With the batch dim first, a physical view exists if a view of each example exists.
 
     Otherwise the tracer can need a copy of its value, which a rule cannot make.
@@ -95,17 +91,13 @@ def view(
 
 
 @VIEWS.row("aten::_unsafe_view")
-def unsafe_view(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def unsafe_view(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reshape: the batch dim of an intermediate result can lie between other dims."""
     return view(torch.ops.aten.reshape.default, level, bdims, args, kwargs)
 
 
 @VIEWS.row("aten::_reshape_alias", "aten::_reshape_alias_copy")
-def reshape_alias(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def reshape_alias(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The strides are those of a view with the given sizes, so they are ignored."""
     x = batch_to_front(args[0], bdims[0])
     return x.reshape([x.shape[0], *args[1]]), 0
@@ -113,9 +105,7 @@ def reshape_alias(
 
 @VIEWS.row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
 @shifted(Shift.SAME, Shift.ALL_SIZES)
-def expand(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def expand(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
     x, bdim = args[0], bdims[0]
     sizes = list(args[1])
@@ -132,9 +122,7 @@ def expand(
 
 @VIEWS.row("aten::permute", "aten::permute_copy")
 @shifted(Shift.SAME, Shift.ORDER)
-def permute(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def permute(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim keeps its position."""
     x, bdim = args[0], bdims[0]
     order = physical_dims(args[1], x.dim() - 1, bdim)
@@ -152,9 +140,7 @@ def permute(
     "aten::swapdims_",
 )
 @shifted(Shift.SAME, Shift.DIM, Shift.DIM)
-def transpose(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def transpose(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Exchange two logical dims; the batch dim keeps its position."""
     x, first, second = args
     bdim = bdims[0]
@@ -166,9 +152,7 @@ def transpose(
 
 
 @VIEWS.row("aten::t", "aten::t_copy", "aten::t_")
-def t(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def t(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Transpose a matrix; vectors and scalars are returned as views."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -180,9 +164,7 @@ def t(
 
 
 @VIEWS.row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
-def squeeze(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def squeeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove all logical dims of size 1, but never the batch dim."""
     x = batch_to_front(args[0], bdims[0])
     return torch.squeeze(x, list(range(1, x.dim()))), 0
@@ -190,9 +172,7 @@ def squeeze(
 
 @VIEWS.row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
 @shifted(Shift.SAME, Shift.DIM)
-def squeeze_dim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def squeeze_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim moves only if the removed dim lies before it."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -205,9 +185,7 @@ def squeeze_dim(
 
 @VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 @shifted(Shift.SAME, Shift.DIMS)
-def squeeze_dims(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def squeeze_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Like ``squeeze_dim``, for several dims."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -220,9 +198,7 @@ def squeeze_dims(
 
 @VIEWS.row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
 @shifted(Shift.SAME, Shift.NEW_DIM)
-def unsqueeze(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def unsqueeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A new dim at the position of the batch dim is inserted after it.
 
     A first batch dim stays first.
@@ -234,9 +210,7 @@ def unsqueeze(
 
 @VIEWS.row("aten::select.int", "aten::select_copy.int")
 @shifted(Shift.SAME, Shift.DIM)
-def select(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove one logical dim."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
@@ -248,9 +222,7 @@ def select(
 
 @VIEWS.row("aten::slice.Tensor", "aten::slice_copy.Tensor")
 @shifted(Shift.SAME, Shift.DIM)
-def slice_(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def slice_(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Slice one logical dim, the first by default."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1:
@@ -261,9 +233,7 @@ def slice_(
 
 @VIEWS.row("aten::narrow", "aten::narrow_copy")
 @shifted(Shift.SAME, Shift.DIM)
-def narrow(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def narrow(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Narrow one logical dim."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1:
@@ -285,9 +255,7 @@ def narrow(
     "aten::tensor_split.indices",
 )
 @shifted(Shift.SAME, Shift.SAME, Shift.DIM)
-def split(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def split(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Each part has the batch dim in the same position as the whole."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1:
@@ -298,9 +266,7 @@ def split(
 
 @VIEWS.row("aten::unbind.int", "aten::unbind_copy.int")
 @shifted(Shift.SAME, Shift.DIM)
-def unbind(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def unbind(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove one logical dim from each result."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1:
@@ -311,9 +277,7 @@ def unbind(
 
 @VIEWS.row("aten::diagonal", "aten::diagonal_copy")
 @shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
-def diagonal(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def diagonal(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove two dims and append the diagonal as the last dim."""
     x, bdim = args[0], bdims[0]
     offset, dim1, dim2 = with_defaults(args[1:], 0, 0, 1)
@@ -322,9 +286,7 @@ def diagonal(
 
 
 @VIEWS.row("aten::unfold", "aten::unfold_copy")
-def unfold(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def unfold(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The dim of the windows is last. A scalar is one window."""
     x, dim, size, step = args
     bdim = bdims[0]
@@ -368,9 +330,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
 
 
 @VIEWS.row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
-def as_strided(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def as_strided(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim keeps its stride: NOTE [offsets into memory]."""
     x, sizes, strides, offset = with_defaults(args, None, None, None, None)
     bdim = bdims[0]
@@ -383,7 +343,7 @@ def as_strided(
 @VIEWS.row("aten::as_strided_scatter")
 @checked
 def as_strided_scatter(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Like as_strided. An unbatched target is copied for each example."""
     x, source, sizes, strides, offset = with_defaults(args, None, None, None, None, None)
@@ -404,9 +364,7 @@ def as_strided_scatter(
 
 
 @VIEWS.row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
-def view_last(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def view_last(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """These operators change the last dim, so the batch dim moves away from it."""
     x, bdim = args[0], bdims[0]
     if x.dim() == 1 and (len(args) == 1 or args[1].itemsize != x.dtype.itemsize):
@@ -419,26 +377,20 @@ def view_last(
 
 
 @VIEWS.row("aten::real", "aten::imag")
-def part_of_complex(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def part_of_complex(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Views of the physical value, lazily conjugated or not."""
     return op(args[0]), bdims[0]
 
 
 @VIEWS.row("aten::view_as_real", "aten::view_as_real_copy")
-def view_as_real(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def view_as_real(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Resolve conjugation: the physical value can have a conjugate bit that the tracer lacks."""
     return op(args[0].resolve_conj()), bdims[0]
 
 
 @VIEWS.row("aten::flatten.using_ints")
 @shifted(Shift.SAME, Shift.DIM, Shift.DIM)
-def flatten(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def flatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flatten logical dims only. A scalar becomes a vector."""
     x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
@@ -454,9 +406,7 @@ VIEWS.rows(reshape, "aten::_reshape_copy")
 @VIEWS.row(
     "aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist"
 )
-def movedim(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def movedim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim is moved first, and all other dims count from the one after it."""
     x = batch_to_front(args[0], bdims[0])
     rank = x.dim() - 1
@@ -466,9 +416,7 @@ def movedim(
 
 
 @VIEWS.row("aten::diag")
-def diag(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def diag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return a copy of a matrix's diagonal, or the matrix with a vector as its diagonal."""
     x, offset = batch_to_front(args[0], bdims[0]), args[1] if len(args) > 1 else 0
     if x.dim() == 3:

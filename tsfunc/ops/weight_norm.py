@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front, with_defaults
-from tsfunc.ops.registry import BatchDims, RuleLevel, row
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
 def _except_dim(x: Tensor, dim: int) -> list[int]:
@@ -17,9 +16,7 @@ def _except_dim(x: Tensor, dim: int) -> list[int]:
 
 
 @row("aten::_weight_norm_interface")
-def weight_norm(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def weight_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return a weight with the direction of ``v`` and the length ``g``, and the norms of ``v``."""
     v, g, dim = with_defaults(args, None, None, 0)
     v, g = (
@@ -32,7 +29,7 @@ def weight_norm(
 
 @row("aten::_weight_norm_interface_backward")
 def weight_norm_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args

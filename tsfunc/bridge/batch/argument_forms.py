@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
 from tsfunc.ops.dims import batch_to_front, logical_rank
-from tsfunc.ops.registry import BatchDims, Rule, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -50,7 +50,7 @@ def over_dims(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         arguments = _positional(args, kwargs, ("dim", "keepdim"))
         if arguments is None or len(arguments) > 3:
@@ -72,7 +72,7 @@ def along_dim(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim)``."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         arguments = _positional(args, kwargs, ("dim",))
         if arguments is None or len(arguments) != 2 or type(arguments[1]) is not int:
@@ -86,7 +86,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
     """Return the rule of ``f(x, i, j)`` with ``least`` to ``most`` ints, which returns a view."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
             return NotImplemented
@@ -99,7 +99,7 @@ def with_sizes(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         if kwargs or len(args) < 2:
             return NotImplemented
@@ -126,8 +126,8 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
             op: Any,
             level: RuleLevel,
             bdims: BatchDims,
-            args: Sequence[Any],
-            kwargs: Mapping[str, Any],
+            args: Args,
+            kwargs: Kwargs,
         ) -> Any:
             if not (bdims[0] or getattr(args[0], "bdim", None)):
                 return rule(op, level, bdims, args, kwargs)
@@ -159,7 +159,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         x, index = args
         items = (index,) if type(index) not in _SEVERAL else index
@@ -216,7 +216,7 @@ def _tensor_indices(
 
 
 def transposed_matrix(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Transpose, as the function rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
@@ -232,7 +232,7 @@ def chosen(rule: Rule) -> Rule:
     """Return the function rule of ``torch.where`` with a mask and two tensors or numbers."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         if len(args) != 3 or not isinstance(args[0], torch.Tensor):
             return NotImplemented
@@ -246,7 +246,7 @@ def chosen_by_method(rule: Rule) -> Rule:
     rule_of_function = chosen(rule)
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         if len(args) != 3:
             return NotImplemented
@@ -261,7 +261,7 @@ def part(rule: Rule) -> Rule:
     """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         return rule(op, level, bdims, args, NO_KWARGS) if args[0].is_complex() else NotImplemented
 
@@ -275,7 +275,7 @@ def cast(dtype: torch.dtype) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         (x, *rest) = args
         if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:

@@ -28,7 +28,7 @@ from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.ops.keywords import KEYWORDS
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Args, Kwargs, Rule
 from tsfunc.ops.splitting import BatchChanged
 
 
@@ -77,8 +77,8 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 def _by_rule(
     op: Operator,
     level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     values: list[Any],
     bdims: list[Any],
 ) -> Any:
@@ -104,8 +104,8 @@ def _running_level() -> BatchLevel:
 def _with_batched_kwargs(
     op: Operator,
     level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     values: Sequence[Any],
     bdims: Sequence[Any],
     pairs: Mapping[str, tuple[Any, Any]],
@@ -136,7 +136,7 @@ def _write(
     level: BatchLevel,
     bdims: list[Any],
     values: list[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> Any:
     """Run the rule of an in-place operator, after making its target batched if necessary."""
     if bdims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
@@ -157,7 +157,7 @@ def _reshape(
     level: BatchLevel,
     bdims: list[Any],
     values: list[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> Any:
     """Run an in-place operator that changes its argument's shape, by the functional rule."""
     functional = functional_form(op.overload)
