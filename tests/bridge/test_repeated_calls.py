@@ -160,6 +160,23 @@ def test_repeated_calls_record_what_new_ones_would(
     assert traces.both(f, made) == count
 
 
+@pytest.mark.parametrize("f", [F.softmax, F.log_softmax, F.softmin, F.nll_loss])
+def test_functions_in_python_warn_at_every_call(f: Callable[..., Any]) -> None:
+    def called(x: Tensor) -> tuple[Tensor, ...]:
+        if f is F.nll_loss:
+            target = torch.zeros(2, dtype=torch.long)
+            return f(x, target, size_average=True), f(x, target, size_average=True)
+        return f(x), f(x), f(x.clone())
+
+    counts = []
+    for function in (called, specialize(called)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function(r(2, 2))
+        counts.append(len(caught))
+    assert counts[0] == counts[1] > 1
+
+
 def test_named_dims(traces: Traces) -> None:
     def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x.sin(), y.sin(), (x @ y.t()).sum(0), (y @ x.t()).sum(0)

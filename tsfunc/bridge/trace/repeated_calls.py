@@ -9,13 +9,16 @@ operator, its arguments in terms of the call's, and the metadata of the results.
 makes the results and the node from it.
 
 The key of a call is the callable, the metadata of its tensors, which of them are the same tensor,
-the other arguments, and the settings that results depend on. The callable is a C function of torch
-in the function handler, and an operator in the dispatch handler, which autograd calls.
+the other arguments, and the settings that results depend on. The callable is a function of torch
+in the function handler, and an operator in the dispatch handler, which autograd calls. A function
+in Python (``F.layer_norm``) checks the arguments and calls a C function, which takes as long as the
+rest of the call.
 
 Not kept are calls
 
 - that write, draw random numbers, check, or look at data;
 - of functions with a function rule, and of operators with a kernel of their own for a trace;
+- of functions in Python that may warn, which they do at every call;
 - on tensors of other levels, of users' classes, or from outside of the trace;
 - of functions, where autograd records at the level or autocast is on;
 - while bodies of control flow are traced, ``explain`` watches, or modes or transforms of torch are
@@ -27,8 +30,10 @@ torch.func transform is active; ``DisableTorchFunction`` disables function modes
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -50,6 +55,10 @@ from tsfunc.dispatch.state import tls
 
 # The types of C functions of torch that call operators.
 _FUNCTIONS: Final = frozenset({type(torch.sin), type(torch.Tensor.add)})
+# The names that functions in Python use to warn.
+_WARNING: Final = frozenset({
+    "warnings", "_get_softmax_dim", "legacy_get_enum", "legacy_get_string",
+})  # fmt: skip
 _PLAIN_META: Final = frozenset({"location", "op", "no_grad", "val", "requires_grad"})
 
 
@@ -184,7 +193,7 @@ class RepeatedCalls:
             return None
         if type(func) is OpOverload:
             func = operator_of(func)
-        elif type(func) not in _FUNCTIONS or func in METHODS or func in WRITERS:
+        elif func in METHODS or func in WRITERS or not _is_silent(func):
             return None
         parts: list[Any] = [func, dispatched, self._results.settings()]
         operands: list[Any] = []
@@ -287,6 +296,19 @@ class RepeatedCalls:
             kwargs = {name: _filled(arg, operands) for name, arg in kwargs.items()}
             self._watched.append(RecordedCall(op, args, kwargs, node, out))
         return out if container is None else container(out)
+
+
+def _is_silent(func: Any) -> bool:
+    """True for a function of torch in C++, or in Python without warnings."""
+    if type(func) in _FUNCTIONS:
+        return True
+    python = type(func) is FunctionType and func.__module__ == "torch.nn.functional"
+    return python and not _may_warn(func)
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_warn(func: FunctionType) -> bool:
+    return bool(_WARNING.intersection(func.__code__.co_names))
 
 
 def _has_no_own_kernel(op: TorchOperator) -> bool:
