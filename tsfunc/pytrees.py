@@ -28,6 +28,8 @@ from typing import Any, Final
 import optree
 import torch
 
+from tsfunc import hooks
+
 NAMESPACE: Final = "tsfunc"  # the namespace of the classes that this module registers
 
 # Types that are leaves permanently. A class that is not registered now can be registered later.
@@ -42,20 +44,8 @@ def add_leaf(kind: type) -> None:
     _LEAVES.add(kind)
 
 
-# Registers a class that is a container elsewhere; returns True if the class is a container now.
-Adopt = Callable[[type], bool]
-_adopters: list[Adopt] = []
-
 _taken_in: set[type] = set()
 _lock = threading.RLock()  # reentrant: the contents of a leaf can have unregistered classes too
-
-
-def on_unknown(adopt: Adopt) -> None:
-    """Register a callback for classes that are not containers.
-
-    The callback returns True if the class is a container afterwards.
-    """
-    _adopters.append(adopt)
 
 
 def flatten(
@@ -174,7 +164,7 @@ def _has_become_container(value: Any) -> bool:
             namespace=NAMESPACE,
         )
         return True
-    if any(adopt(kind) for adopt in _adopters):
+    if any(adopt(kind) for adopt in hooks.unknown_class.functions):
         return True
     if not _can_be_container(kind) or not _holds_tensors(value, set()):
         return False

@@ -46,7 +46,7 @@ import optree
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tsfunc import rage
+from tsfunc import hooks, rage
 from tsfunc.config import config
 
 _OWN: Final = __name__.partition(".")[0]
@@ -467,16 +467,6 @@ def _frame_at(location: Location) -> Step:
 # --- the note
 
 
-Describe = Callable[[Iterable[tuple[str, Any]]], str]
-_describe: list[Describe] = []
-
-
-def describes_arguments(describe: Describe) -> Describe:
-    """Register the function that describes the tensors among arguments and their names."""
-    _describe.append(describe)
-    return describe
-
-
 def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
     """Note the call that the error came through, and the arguments of the function.
 
@@ -496,7 +486,7 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
                 where = _where(frame) or where
         elif after_library:
             where, is_users, after_library = _where(frame), True, False
-    if not where and (given := _describe[0](arguments().items())):
+    if not where and (given := hooks.describe_arguments.provided(arguments().items())):
         where = f", called with {given}"
     error.add_note(
         f"raised in {spelling}{where}\n"
@@ -508,7 +498,7 @@ def _where(frame: FrameType) -> str:
     """Return the part of a note about the arguments of a function; empty without tensors."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = _describe[0]((name, frame.f_locals.get(name)) for name in names)
+    given = hooks.describe_arguments.provided((name, frame.f_locals.get(name)) for name in names)
     name, module = code.co_name, frame.f_locals.get("self")
     if isinstance(module, torch.nn.Module) and frame.f_code.co_filename.startswith(MODULES):
         name = f"{type(module).__name__}.{name}"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dispatch.helpers import Plain, Value, line_of, on_another_thread, unique
-from tsfunc import dispatch
+from tsfunc import dispatch, hooks
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, state
 from tsfunc.errors import DispatchError
 
@@ -342,7 +342,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return restore
 
-    monkeypatch.setattr(state, "_captures", [])
+    monkeypatch.setattr(hooks.capture_state, "functions", [])
     dispatch.on_capture(capture)
     return current
 

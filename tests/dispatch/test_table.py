@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.dispatch.helpers import Plain, Value, line_of, unique
-from tsfunc import dispatch
-from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, fallthrough, table
+from tsfunc import dispatch, hooks
+from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, fallthrough
 from tsfunc.errors import DispatchError, EscapedTracerError
 
 LOW = DispatchKey.define(unique("TableLow"), above=DispatchKey.BackendSelect)
@@ -269,14 +269,14 @@ def test_a_value_of_a_level_that_has_ended_is_refused() -> None:
 
 @pytest.fixture
 def resolvers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(table, "_resolvers", [])
-    monkeypatch.setattr(table, "_choosers", [])
+    monkeypatch.setattr(hooks.resolve_operators, "functions", [])
+    monkeypatch.setattr(hooks.choose_operator, "functions", [])
     yield
 
 
 def test_names_of_several_operators(resolvers: None) -> None:
     ops = [operator(lambda value, i=i: i) for i in range(2)]
-    table.on_resolve(lambda what: ops if what == "both" else None)
+    hooks.resolve_operators.add(lambda what: ops if what == "both" else None)
     dispatch.register("both", HIGH, lambda value: "kernel")
     with dispatch.include(HIGH):
         assert [op(Plain()) for op in ops] == ["kernel"] * 2
@@ -286,14 +286,14 @@ def test_names_of_several_operators(resolvers: None) -> None:
         rf"{ops[0].name}, {ops[1].name}. Name the one that is meant",
     ):
         dispatch.redispatch("both", Plain())
-    table.on_resolve(lambda what: None, lambda what, args, kwargs: ops[len(args)])
+    hooks.choose_operator.add(lambda what, args, kwargs: ops[len(args)])
     assert dispatch.redispatch("both", Plain()) == 1
     assert dispatch.redispatch("both", DispatchKeySet(DispatchKey.CPU), value=Plain()) == 0
 
 
 def test_one_of_several_that_is_filled_keeps_the_others_empty(resolvers: None) -> None:
     ops = [operator() for _ in range(3)]
-    table.on_resolve(lambda what: ops)
+    hooks.resolve_operators.add(lambda what: ops)
     dispatch.register(ops[1], HIGH, _kernel)
     with pytest.raises(DispatchError, match=rf"register\({ops[1].name}, {HIGH}\): a kernel is"):
         dispatch.register("all", HIGH, _kernel)
@@ -303,8 +303,8 @@ def test_one_of_several_that_is_filled_keeps_the_others_empty(resolvers: None) -
 
 def test_listeners_hear_of_cells_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[Operator, DispatchKey | None]] = []
-    monkeypatch.setattr(table, "_listeners", [])
-    table.on_register(lambda op, key: heard.append((op, key)))
+    monkeypatch.setattr(hooks.kernel_registered, "functions", [])
+    hooks.kernel_registered.add(lambda op, key: heard.append((op, key)))
     op = operator()
     dispatch.register(op, HIGH, _kernel)
     dispatch.register_catch_all(op, _kernel)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tsfunc import pytrees
+from tsfunc import hooks
 from tsfunc.bridge.batch import (
     batching,
     batching_functions,
@@ -49,7 +49,6 @@ from tsfunc.bridge.tracers import (
 )
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_views, writes
-from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
 _RULES = (
@@ -67,6 +66,7 @@ _PREPARATIONS = (
 )  # fmt: skip
 
 
+@hooks.catalogue_reader.add
 def _reader() -> Any:
     # The schemas of all operators, which the catalogue reads at its first use.
     from tsfunc.bridge.tracers.schemas import READER
@@ -74,7 +74,6 @@ def _reader() -> Any:
     return READER
 
 
-install(_reader)
 registry.load([module.function_rules for module in _RULES])
-pytrees.on_unknown(containers.register)
+hooks.unknown_class.add(containers.register)
 lost_arguments.pass_all_arguments()

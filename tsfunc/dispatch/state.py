@@ -26,6 +26,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol, TypeVar
 
+from tsfunc import hooks
 from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKey, DispatchKeySet, bits_of
 from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
@@ -263,7 +264,6 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
 
 
 Restore = Callable[[], AbstractContextManager[Any]]
-_captures: list[Callable[[], Restore]] = []
 
 
 def on_capture(capture: Callable[[], Restore]) -> None:
@@ -272,7 +272,7 @@ def on_capture(capture: Callable[[], Restore]) -> None:
     ``capture()`` is called when a level is made. It returns a function, and the context manager
     that this function returns restores the captured state.
     """
-    _captures.append(capture)
+    hooks.capture_state.add(capture)
 
 
 def _user_code(frame: FrameType) -> tuple[CodeType, int]:
@@ -360,7 +360,8 @@ class Level:
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
-        self._restores = tuple([capture() for capture in _captures]) if _captures else ()
+        captures = hooks.capture_state.functions
+        self._restores = tuple([capture() for capture in captures]) if captures else ()
         if captured.recorder is not None:
             # Keeps the level's calls without plans also on threads with a plain state.
             self._restores += (nullcontext,)

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
+from tsfunc import hooks
 from tsfunc.dispatch import messages
 from tsfunc.dispatch.keys import (
     BACKEND_BITS,
@@ -77,13 +78,6 @@ _NO_KEY_LEFT: Final = DispatchKey.OtherBackend.priority
 _lock = threading.RLock()
 _columns: dict[DispatchKey, Entry] = {}
 _operators: dict[str, Operator] = {}
-
-Resolve = Callable[[Any], "Sequence[Operator] | None"]
-Choose = Callable[[Any, Sequence[Any], Mapping[str, Any]], "Operator | None"]
-Listener = Callable[["Operator", "DispatchKey | None"], None]
-_resolvers: list[Resolve] = []
-_choosers: list[Choose] = []
-_listeners: list[Listener] = []
 
 
 class Operator:
@@ -271,8 +265,8 @@ def operators_of(op: Any) -> Sequence[Operator]:
         return (op,)
     if isinstance(op, str) and op in _operators:
         return (_operators[op],)
-    for resolve in _resolvers:
-        rows = resolve(op)
+    for resolve in hooks.resolve_operators.functions:
+        rows: Sequence[Operator] | None = resolve(op)
         if rows is not None:
             return rows
     raise DispatchError(
@@ -286,8 +280,8 @@ def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ope
     rows = operators_of(op)
     if len(rows) == 1:
         return rows[0]
-    for choose in _choosers:
-        chosen = choose(op, args, kwargs)
+    for choose in hooks.choose_operator.functions:
+        chosen: Operator | None = choose(op, args, kwargs)
         if chosen is not None:
             return chosen
     raise DispatchError(
@@ -296,30 +290,9 @@ def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ope
     )
 
 
-def on_resolve(resolve: Resolve, choose: Choose | None = None) -> None:
-    """Add functions that find operators by other objects; they return None for unknown objects.
-
-    Args:
-        resolve: function that returns all operators that an object names.
-        choose: function that returns the operator among them that takes the arguments of a call.
-    """
-    _resolvers.append(resolve)
-    if choose is not None:
-        _choosers.append(choose)
-
-
-def on_register(listener: Listener) -> Listener:
-    """Call ``listener(op, key)`` whenever a cell is filled, and with key None for a row.
-
-    For code that caches kernels outside of the table.
-    """
-    _listeners.append(listener)
-    return listener
-
-
 def _invalidate(op: Operator, key: DispatchKey | None) -> None:
     op._cache.clear()
-    for listener in _listeners:
+    for listener in hooks.kernel_registered.functions:
         listener(op, key)
 
 

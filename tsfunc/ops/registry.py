@@ -51,6 +51,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tsfunc import hooks
 from tsfunc.errors import DispatchError
 from tsfunc.user_code import code_location_text
 
@@ -201,17 +202,8 @@ def declare(
                 f"the second one is at {source}. Remove one of them."
             )
         _rows[name] = Row(name, rule, source, category, family)
-        for listener in _listeners:
+        for listener in hooks.row_declared.functions:
             listener(_rows[name])
-
-
-_listeners: list[Callable[[Row], None]] = []
-
-
-def on_declare(listener: Callable[[Row], None]) -> Callable[[Row], None]:
-    """Register a listener: ``listener(row)`` is called for each row that is declared later."""
-    _listeners.append(listener)
-    return listener
 
 
 def find(name: str) -> Row | None:

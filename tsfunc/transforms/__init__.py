@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from tsfunc import hooks
 from tsfunc.bridge.control import effect_operator as effect_operator  # debug.print and check
 from tsfunc.bridge.control import nans as nans
 from tsfunc.bridge.control import torch_loops
-from tsfunc.bridge.grad import custom_function
 from tsfunc.bridge.mesh import in_place as in_place  # in-place collectives
 
 
@@ -37,4 +37,4 @@ for _name in ("cond", "while_loop", "scan", "map_impl", "associative_scan"):
         getattr(torch.ops.higher_order, _name), _in_control("torch_forms", _name)
     )
 torch_loops.replace_halving(_in_control("torch_forms", "generic_associative_scan"))
-custom_function.on_trace(_in_control("autograd_functions", "record_function"))
+hooks.record_function.add(_in_control("autograd_functions", "record_function"))

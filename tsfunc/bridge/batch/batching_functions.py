@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from tsfunc import hooks
 from tsfunc.bridge.batch.argument_forms import forms
 from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS
 from tsfunc.bridge.tracers.function_registry import (
@@ -24,9 +25,8 @@ from tsfunc.bridge.tracers.function_registry import (
 )
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
-from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find
-from tsfunc.ops.registry import Row, Rule, on_declare
+from tsfunc.ops.registry import Row, Rule
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 # Names whose operator depends on the arguments (where(condition) is nonzero).
@@ -76,7 +76,7 @@ def _callables(base: str) -> Iterator[Any]:
                 yield function
 
 
-@on_register
+@hooks.kernel_registered.add
 def _remove_rules(op: Operator, key: DispatchKey | None) -> None:
     """Remove what is cached of an operator, so that a user's Batch kernel or row is called."""
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
@@ -86,7 +86,7 @@ def _remove_rules(op: Operator, key: DispatchKey | None) -> None:
         op.direct_rule = op.function = op.by_tracers = op.plans = None
 
 
-@on_declare
+@hooks.row_declared.add
 def _forget_operator(row: Row) -> None:
     """Clear the plans, which may hold calls of an operator that had no row before."""
     FUNCTION_PLANS.clear()

@@ -26,9 +26,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tsfunc import hooks
 from tsfunc.bridge.control.axis_collectives import axis_index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
+from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
@@ -74,7 +75,7 @@ def is_watching() -> bool:
     return _active.watching
 
 
-@on_debug_nans
+@hooks.call_watched_for_nans.add
 def call_watched(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function and look for NaNs."""
     with watch_nans():

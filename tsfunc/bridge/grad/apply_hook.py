@@ -30,6 +30,7 @@ from torch._C import _FunctionBase, _functorch
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.registrations import on_first_transform
 
 Handler = Callable[..., Any]  # takes a class, and its arguments bound to those of ``forward``
@@ -48,10 +49,6 @@ def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _own.__get__(None, cls)(*args, **kwargs)
 
 
-# The handler of the calls whose arguments are as the current level sees them.
-_of_seen: list[Callable[[Any, tuple[Any, ...]], Any]] = []
-
-
 def apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     """Call ``cls.apply`` with arguments that are already as the current level sees them.
 
@@ -60,19 +57,14 @@ def apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     """
     if _functorch.maybe_current_level() is not None:
         return cls.apply(*args)
-    return _of_seen[-1](cls, args)
+    return hooks.apply_seen_arguments.provided(cls, args)
 
 
-def hook(handler: Handler, of_seen: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Declare the handlers of the calls of ``apply``, from the first transform on.
-
-    Args:
-        handler: the handler of the calls that users make.
-        of_seen: the handler of ``apply_seen``.
+def hook(handler: Handler) -> None:
+    """Declare the handler of the calls of ``apply`` that users make, from the first transform on.
 
     The first transform raises a RuntimeError if torch's method table has not the expected form.
     """
-    _of_seen.append(of_seen)
     if not applies_in_cpp():
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

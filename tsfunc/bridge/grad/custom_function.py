@@ -16,7 +16,7 @@ Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch._C import DisableTorchFunction, _functorch
 from torch.autograd import Function, forward_ad
 
-from tsfunc import pytrees
+from tsfunc import hooks, pytrees
 from tsfunc.bridge.grad import apply_hook
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
@@ -115,25 +115,16 @@ def _lacks_rule(cls: Any, args: Sequence[Any]) -> bool:
     return not has_rule and not is_ours and any(map(is_batched, args))
 
 
-apply_hook.hook(_apply, _apply_seen)
-
-
-# Functions (class, level, arguments) that record a call in a trace. The transforms package sets
-# it, because it has the operators of programs.
-_record: list[Callable[[Any, TraceLevel, Sequence[Any]], Any]] = []
-
-
-def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
-    """Register the function that records a call in a trace."""
-    _record.append(record)
+apply_hook.hook(_apply)
+hooks.apply_seen_arguments.add(_apply_seen)
 
 
 def _apply_at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """Handle a call at one level: a node if the level records, and the outer levels inside."""
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     trace = None if mapped else trace_of(args)
-    if trace is not None and _record and not getattr(cls, "mapped_by_level", False):
-        return _record[-1](cls, trace, args)
+    if trace is not None and not getattr(cls, "mapped_by_level", False):
+        return hooks.record_function.provided(cls, trace, args)
     if isinstance(level, TraceLevel):
         return torch_apply(cls, *args)
     if not mapped and not any(_differentiated_by_outer(arg, level) for arg in args):

@@ -24,8 +24,9 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.autograd import forward_ad
 
+from tsfunc import hooks
 from tsfunc.bridge.grad import missing_tangents
-from tsfunc.bridge.tracers.interrupts import leaves_dual_level, outermost
+from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import current_levels
@@ -42,7 +43,7 @@ class DualLevelInUse(RuntimeError):
     """Raised if another thread holds torch's dual level."""
 
 
-@leaves_dual_level
+@hooks.leave_dual_level.add
 def _leave_dual_level(before: int) -> None:
     """Exit the dual level that jvps of this thread have entered since it was at ``before``."""
     global _dual_users

@@ -57,9 +57,9 @@ from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
 from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
     TorchOperator,
-    add_rule_listener,
     operator_of,
     operators_by_id,
+    watch_direct_rules,
 )
 from tsfunc.bridge.tracers.parsing import Form
 from tsfunc.bridge.tracers.recipes import record
@@ -439,7 +439,7 @@ def _use_compiled() -> None:
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):
         handlers.install_function_handler(kind)
-    add_rule_listener(handlers.install)
+    watch_direct_rules(handlers.install)
 
 
 _use_compiled()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from tsfunc import hooks
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
@@ -335,16 +336,12 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
         )  # fmt: skip
 
 
-# Return the outcome of a test that raises for the other one (``checks``), None for other tests.
-outcomes_of_checks: list[Callable[[BatchTracer], bool | None]] = []
-
-
 def read(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
         if name in ("__bool__", "is_nonzero") and tracer.numel() == 1:
-            for outcome_of in outcomes_of_checks:
+            for outcome_of in hooks.outcome_of_check.functions:
                 outcome = outcome_of(tracer)
                 if outcome is not None:
                     return outcome

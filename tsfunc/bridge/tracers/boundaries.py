@@ -19,10 +19,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _autograd, _current_autograd_node
 from torch.compiler import is_dynamo_compiling
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
 from tsfunc.config import config
-from tsfunc.user_code import Location, describes_arguments, fold, is_boundary, label, user_location
+from tsfunc.user_code import Location, fold, is_boundary, label, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,22 +66,12 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
     return decorate
 
 
-WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
-_watch: list[WatchedCall] = []
-
-
-def on_debug_nans(call: WatchedCall) -> WatchedCall:
-    """Register the function that makes a call and looks for NaNs."""
-    _watch.append(call)
-    return call
-
-
 def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function and look for NaNs: ``config.debug_nans``."""
-    return _watch[0](func, args, kwargs)
+    return hooks.call_watched_for_nans.provided(func, args, kwargs)
 
 
-@describes_arguments
+@hooks.describe_arguments.add
 def _tensors(arguments: Iterable[tuple[str, Any]]) -> str:
     """Return the tensors among the arguments of a function, by name, as text."""
     shown = []

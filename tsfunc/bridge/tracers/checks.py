@@ -33,7 +33,8 @@ from typing import Any, Final
 import torch
 from torch.distributions import Distribution, constraints
 
-from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
+from tsfunc import hooks
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, unwrap
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.nesting import innermost_value
@@ -114,6 +115,7 @@ FAILED_CHECKS: Final[list[FailedCheck]] = []
 
 
 @forwards_call
+@hooks.outcome_of_check.add
 def outcome_of_check(tracer: BatchTracer) -> bool | None:
     """Return the outcome of the test that runs now on a batched tracer; None if it is not a check.
 
@@ -145,9 +147,6 @@ def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     if not any(check.repeats(each) for each in FAILED_CHECKS):
         FAILED_CHECKS.append(check)
     return refused
-
-
-outcomes_of_checks.append(outcome_of_check)
 
 
 def note_failed_checks(error: BaseException, level: TracerLevel) -> None:

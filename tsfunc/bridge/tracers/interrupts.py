@@ -117,6 +117,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.dynamo import run_compiled_code_eagerly
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers, put_back, replace, replacements
 from tsfunc.dispatch.state import active_levels, tls
@@ -204,16 +205,6 @@ def resets(local: _L) -> _L:
     """Register a local of threads that is at its defaults whenever no transform runs."""
     _locals.append(local)
     return local
-
-
-_F = TypeVar("_F", bound=Callable[[], object])
-_after_failure: list[Callable[[], object]] = []
-
-
-def after_failure(function: _F) -> _F:
-    """Register a function that is called after an outermost transform has failed."""
-    _after_failure.append(function)
-    return function
 
 
 # --- torch's state of a thread
@@ -455,15 +446,6 @@ class _OutermostTransform(threading.local):
 
 outermost = _OutermostTransform()
 
-# Called with the index of torch's dual level before the transform, -1 for none.
-_leave_dual_level: list[Callable[[int], None]] = []
-
-
-def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
-    """Register a function that leaves torch's dual level after a failure."""
-    _leave_dual_level.append(restore)
-    return restore
-
 
 def _restore(before: tuple[Any, ...]) -> None:
     """Restore the state before an outermost transform that has failed."""
@@ -472,7 +454,7 @@ def _restore(before: tuple[Any, ...]) -> None:
     for local in _locals:
         vars(local).clear()
         local.__init__()
-    for leave in _leave_dual_level:
+    for leave in hooks.leave_dual_level.functions:
         leave(dual)
     _restore_thread_state(of_torch)
     me, kept = threading.get_ident(), set(state.levels)
@@ -482,7 +464,7 @@ def _restore(before: tuple[Any, ...]) -> None:
             active_levels.pop(level, None)
     tls.state = state
     _undo_to(blocks)
-    for function in _after_failure:
+    for function in hooks.transform_failed.functions:
         function()
     outermost.unrestored = None
 

@@ -28,15 +28,16 @@ from torch._C import (
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._ops import OpOverload, OpOverloadPacket
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
 from tsfunc.dispatch.keys import backend_of, keys_of_arguments
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.table import find_operator, on_resolve
+from tsfunc.dispatch.table import find_operator
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
 from tsfunc.ops.dims import NoExamples
-from tsfunc.ops.registry import Rule, on_declare
+from tsfunc.ops.registry import Rule
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -73,25 +74,12 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
     return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
 
 
-# Called for each operator with a rule that the dispatch handler runs directly.
-_rule_listeners: list[Callable[[str, TorchOperator], None]] = []
-
-
-def add_rule_listener(listener: Callable[[str, TorchOperator], None]) -> None:
+def watch_direct_rules(listener: Callable[[str, TorchOperator], None]) -> None:
     """Call ``listener(op.name, op)`` for each operator with a direct rule, known ones first."""
     for op in operators_by_id.values():
-        _notify_listeners(op, [listener])
-    _rule_listeners.append(listener)
-
-
-def _notify_listeners(
-    op: TorchOperator, listeners: Sequence[Callable[[str, TorchOperator], None]]
-) -> None:
-    if op.direct_rule is None and op.by_tracers is None:
-        return
-    if op.overload.namespace == "aten":
-        for listener in listeners:
+        if op.rule_is_direct:
             listener(op.name, op)
+    hooks.direct_rule_known.add(listener)
 
 
 class TorchOperator(Operator):
@@ -176,9 +164,17 @@ class TorchOperator(Operator):
         self.plans: Any = None
         # Runs the operator on values alone, faster than the overload (``call_plans``).
         self.function = self._function()
-        _notify_listeners(self, _rule_listeners)
+        if self.rule_is_direct:
+            for listener in hooks.direct_rule_known.functions:
+                listener(self.name, self)
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
+
+    @property
+    def rule_is_direct(self) -> bool:
+        """True if the dispatch handler runs the operator's rule without the table."""
+        ruled = self.direct_rule is not None or self.by_tracers is not None
+        return ruled and self.overload.namespace == "aten"
 
     @property
     def has_kernel(self) -> bool:
@@ -249,7 +245,7 @@ def operator_of(overload: OpOverload) -> TorchOperator:
     return op
 
 
-@on_declare
+@hooks.row_declared.add
 def _update_row(row: Row) -> None:
     """Update the row of an operator that was called before its declaration."""
     op = find_operator(row.name)
@@ -354,7 +350,8 @@ def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator
     return None if overload is None else operator_of(overload)
 
 
-on_resolve(_resolve, _choose)
+hooks.resolve_operators.add(_resolve)
+hooks.choose_operator.add(_choose)
 
 
 def _select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:

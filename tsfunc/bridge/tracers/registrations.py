@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch._C import _parse_dispatch_key
 
+from tsfunc import hooks
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.operators import draws, operator_of, overload_of
@@ -82,10 +83,6 @@ FACTORIES = (
 _handlers = compiled.load()
 _libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
-
-
-# Called with the operator before a level draws into a tensor that is not its own (``writes``).
-before_drawing: list[Callable[[Any, Any, TracerLevel], None]] = []
 
 
 def _install(key: str, names: Sequence[str]) -> None:
@@ -164,7 +161,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
                 if given is not None and given.depth >= level.depth:
                     break  # the tracers lead to the level through their autograd
                 if inplace:
-                    for prepare in before_drawing:
+                    for prepare in hooks.before_drawing.functions:
                         prepare(operator_of(overload), args[0], level)
                 with without_factory_keys():
                     return level.wrap_factory_result(

@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.interrupts import after_failure
 from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.naming import DescribedTensor
@@ -123,7 +123,7 @@ def _is_from_outside(tensor: torch.Tensor, level: TracerLevel) -> bool:
     return tensor in outside or any(entry.tensor is tensor for entry in outside.entries)
 
 
-@after_failure
+@hooks.transform_failed.add
 def _restore_state_of_ended_calls() -> None:
     """Restore the state of modules that calls which have ended did not restore."""
     for each in reversed(STATE_WRITES):

@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
+from tsfunc import hooks
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradLevel
@@ -30,7 +31,6 @@ from tsfunc.bridge.tracers.operators import (
     tensors_in,
     updates_statistics,
 )
-from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.module_state import note_write
 from tsfunc.bridge.writing.naming import DescribedTensor
@@ -159,6 +159,7 @@ def adopt(
     note_write(aliases.entries, level, undo, error)
 
 
+@hooks.before_drawing.add
 def _own_to_draw(op: Any, target: Any, level: TracerLevel) -> None:
     """Turn a tensor that gets random numbers into a batched one, if each example draws its own.
 
@@ -170,9 +171,6 @@ def _own_to_draw(op: Any, target: Any, level: TracerLevel) -> None:
         with suppress(InplaceRefused):
             refusal = shared_draw_error(op)
             adopt("a random operator", target, level, batched=True, refusal=refusal)
-
-
-before_drawing.append(_own_to_draw)
 
 
 def _refuse_leaf(target: torch.Tensor) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from tsfunc import hooks
 
 if TYPE_CHECKING:
     from tsfunc.ops.catalogue.signature import Reader
 
-_loaders: list[Callable[[], Reader]] = []
-
-
-def install(load: Callable[[], Reader]) -> None:
-    """Set the function that loads the reader at its first use."""
-    _loaders[:] = [load]
-
 
 @functools.lru_cache(maxsize=1)
 def reader() -> Reader:
-    """Return the reader of operators that ``import tsfunc`` installs."""
-    return _loaders[0]()
+    """Return the reader of operators that ``import tsfunc`` provides."""
+    made: Reader = hooks.catalogue_reader.provided()
+    return made
