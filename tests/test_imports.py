@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -515,3 +516,13 @@ def test_a_heavy_module_is_found() -> None:
     heavy = ["hypothesis", "numpy.f2py", "sympy.core", "torch._dynamo", "torch._inductor.config"]
     light = ["json.decoder", "optree", "torch.utils._pytree", "torch._dynamo_like", "tsfunc.ops"]
     assert heavy_modules([*light, *heavy]) == heavy
+
+
+@pytest.mark.parametrize("package", ["bridge/tracers", "bridge/sizes"])
+def test_the_index_of_a_package_names_each_of_its_files(package: str) -> None:
+    folder = ROOT / "tsfunc" / package
+    index = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = re.findall(r"``(\w+)``", index)
+    files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
+    assert sorted(set(named) & set(files)) == sorted(files) and len(named) == len(set(named))
+    assert set(named) - set(files) <= {"vmap"}

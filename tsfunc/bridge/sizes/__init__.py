@@ -1,1 +1,26 @@
-"""Symbolic sizes: their symbols, the facts known about them, and operators' result shapes."""
+"""Symbolic sizes: their symbols, the facts known about them, and operators' result shapes.
+
+Symbols
+    - ``symbols``: one symbol for each named dim, number, and size that depends on data
+    - ``symbolic_numbers``: symbolic ints and floats, their text and nodes
+    - ``expressions``: the edge to sympy
+    - ``shape_environment``: torch's ShapeEnv, with the user's lines
+Facts
+    - ``bounds``: facts that hold for all sizes of the dims
+    - ``remainders``: facts about quotients and remainders
+    - ``equalities``: sizes that an operator requires to be equal
+    - ``assumed_facts``: facts given as text
+    - ``scoped_facts``: facts of one part of a trace
+Results of operators
+    - ``fake_results``: the results of a call on fake tensors
+    - ``fake_mode``: calls of fixed sizes, without FakeTensorMode
+    - ``fake_versions``: the versions of fake tensors
+    - ``shape_fitting``, ``shape_probe``: results found by calls at other sizes
+    - ``strides``: the strides of results
+    - ``kernel_sizes``: composite kernels that need plain ints
+Shape rules
+    - ``shape_rules``: rules that replace torch's
+    - ``result_rules``: rules that torch lacks
+    - ``reshape_rules``, ``split_rules``, ``window_rules``, ``packed_rules``: those of families
+    - ``sized_indexing``: ints and slices in ``x[...]``
+"""

@@ -1,1 +1,48 @@
-"""Tracers, the two handlers through which torch calls reach them, and reads of torch's state."""
+"""Tracers, the two handlers through which torch calls reach them, and reads of torch's state.
+
+Tracers and levels
+    - ``tracer``: the base classes, and the handlers that find the level of a call
+    - ``batch_tracer``: the level and the tracers of ``vmap``
+    - ``grad_level``: those that only wrap a value, so that autograd records on them separately
+    - ``current_level``, ``nesting``, ``tracer_stack``: the innermost level, the values inside of
+      a tracer, and the tracers around a value
+    - ``level_proxies``, ``substitution``: tensors as the running code must see them
+    - ``attributes``, ``methods``, ``texts``: attributes, copies and storages, and text of a
+      tracer
+    - ``compressed``: tracers of sparse values
+The way of a call to its rule
+    - ``batch_handlers``: the handlers of batched tensors
+    - ``call_plans``: what is decided once for a kind of call
+    - ``parsing``: the operator and arguments of a Python call
+    - ``recipes``: the operators that a rule called
+    - ``function_registry``: rules of Python functions, and their order
+    - ``operators``: torch's operators as rows of the table
+    - ``decompositions``: operators without a rule
+    - ``schemas``: the schemas of operators, for the catalogue
+    - ``registrations``: all that is registered with torch
+    - ``mode_handlers``: torch's own modes
+    - ``lost_arguments``: arguments that torch does not pass on
+    - ``plain_calls``: calls that reach no level
+Errors and questions of the user's code
+    - ``boundaries``: where a transform begins, and the lines that errors name
+    - ``checks``: tests that raise for one outcome
+    - ``user_queries``: reads of sizes, which become guards of a trace
+    - ``interrupts``: the thread's state after an interrupt
+torch's state
+    - ``torch_state``: the thread's state that a level captures
+    - ``torch_settings``: the settings that a program depends on
+    - ``functorch``, ``dynamo``, ``dtensors``, ``containers``: torch.func, torch.compile,
+      DTensors, torch's pytrees
+Random numbers
+    - ``draw_keys``: keys and counts of draws by example
+    - ``generators``, ``random_states``: the states of torch's generators
+Code that runs again
+    - ``backward``: ``backward()`` inside a transform
+    - ``reentry``: levels that have ended
+    - ``replay``: objects that a checkpoint's function made
+Tensors that a function reaches
+    - ``reachable``: those that lie in objects
+    - ``own_state``, ``optimizer_state``: those of modules and of optimizers
+    - ``write_counts``: the numbers of writes
+    - ``memory_meter``: the memory of a block
+"""
