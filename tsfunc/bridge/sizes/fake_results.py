@@ -257,15 +257,25 @@ class KnownMetadata:
 
     Attributes:
         key: the metadata, with None for an offset that is a number.
+        is_fixed: True if sizes, strides and the offset are numbers.
     """
 
-    __slots__ = ("key",)
+    __slots__ = ("is_fixed", "key")
 
     def __init__(self, key: MetadataKey) -> None:
         self.key = key
+        self.is_fixed = key.offset is None and all(
+            type(size) is int for size in (*key.shape, *key.strides)
+        )
 
 
 _KNOWN: Final = "_tsfunc_metadata"  # the attribute of a fake tensor with its known metadata
+
+
+def fixed_metadata(value: torch.Tensor) -> MetadataKey | None:
+    """Return the known metadata of a fake tensor without symbolic sizes; else None."""
+    known: KnownMetadata | None = value.__dict__.get(_KNOWN)
+    return known.key if known is not None and known.is_fixed else None
 
 
 class TraceMetadata:

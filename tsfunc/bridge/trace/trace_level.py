@@ -32,7 +32,12 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, results_of
+from tsfunc.bridge.sizes.fake_results import (
+    FakeCache,
+    MetadataKey,
+    fixed_metadata,
+    results_of,
+)
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,
@@ -288,6 +293,16 @@ class TraceTracer(Tracer):
     dispatch_level: TraceLevel
 
     @classmethod
+    def of_metadata(cls, metadata: MetadataKey, offset: Any, level: TraceLevel) -> TraceTracer:
+        """Return a tracer with the metadata of a tensor without symbolic sizes."""
+        tracer: TraceTracer = torch.Tensor._make_wrapper_subclass(
+            cls, metadata.shape, metadata.strides, offset,
+            dtype=metadata.dtype, device=metadata.device,
+        )  # fmt: skip
+        tracer.dispatch_level = level
+        return tracer
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or NO_KWARGS
         if func in PROPERTY_READERS:
@@ -409,16 +424,18 @@ def traced_as(
     """Return the tracer of a node, given its fake value."""
     tracer: TraceTracer | None = None
     with DisableTorchFunction():
-        if has_symbols(value.shape, {}):
+        metadata = fixed_metadata(value)
+        if metadata is not None:
+            tracer = TraceTracer.of_metadata(metadata, value.storage_offset(), level)
+        elif has_symbols(value.shape, {}):
             tracer = copied(TraceTracer, value, level, level.results.metadata, level.originals)
-        if tracer is None and level.fake.shape_env is None:
-            tracer = TraceTracer.make(value, level)
-        elif tracer is None:
+        if tracer is None:
             with suppress_guards(level.fake):  # strides and offsets may be symbolic
                 tracer = TraceTracer.make(value, level)
+    dtype = value.dtype
     tracer.value = value
     tracer.node = node
-    tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
+    tracer.tracks = tracks and (dtype.is_floating_point or dtype.is_complex)
     node.meta["val"] = value
     node.meta["requires_grad"] = tracer.tracks
     return tracer

@@ -113,7 +113,7 @@ class UserLines:
         location = location or user_location()
         number = _autograd._get_sequence_nr()
         # An autograd thread has a counter of its own.
-        if not self._numbers or number >= self._numbers[-1]:
+        if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._locations.append(location)
         return location, backward

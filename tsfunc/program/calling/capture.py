@@ -506,7 +506,8 @@ class _Trace:
             if frozen and id(tensor) not in closure_positions
         }
         folded = simplify(request.name, graph, outside, frozen_values)
-        read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
+        nodes = list(every_node(graph))
+        read = {str(node.target) for node in nodes if node.op == "get_attr"}
         # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
@@ -522,7 +523,7 @@ class _Trace:
             else:
                 target = str(tracer.node.target)
                 lifted[target] = frozen_values.get(target, tensor)
-        for node in every_node(graph):
+        for node in nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 spell = self.symbols.spell_size

@@ -50,6 +50,11 @@ class SourceNames:
         self._taken = set(locals_)
         self._known: dict[int, str] = {}
 
+    def of_operator(self, function: Any, op: TorchOperator) -> str:
+        """Return the name of a function that runs an operator."""
+        known = self._known.get(id(function))
+        return known or self.of(function, op.overload.overloadpacket.__name__)
+
     def of(self, value: Any, wanted: str) -> str:
         known = self._known.get(id(value))
         if known is not None:
@@ -146,7 +151,7 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         sizes: Any = args[1] if op.name in METHODS_OF_SIZES else None
         if sizes and function is METHODS_OF_SIZES[op.name] and len(args) == 2:
             args = (args[0], *sizes)  # parsed faster than a list
-        called = names.of(function, op.overload.overloadpacket.__name__)
+        called = names.of_operator(function, op)
     else:
         called = names.of(target, getattr(target, "__name__", "function"))
     parts = [_spell(arg, names) for arg in args]

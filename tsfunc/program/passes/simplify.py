@@ -292,7 +292,10 @@ def _key(node: torch.fx.Node, changes: Sequence[int]) -> Any:
     quiet = node.meta.get("no_grad", False)
     args = tuple([arg if isinstance(arg, torch.fx.Node) else _frozen(arg) for arg in node.args])
     kwargs = node.kwargs
-    return node.target, args, _frozen(kwargs) if kwargs else (), quiet, tuple(changes)
+    called, op = node.target, node.meta.get("op")
+    if op is not None and op.overload is called:
+        called = op  # torch computes the hash of an overload in Python
+    return called, args, _frozen(kwargs) if kwargs else (), quiet, tuple(changes)
 
 
 _SEQUENCES: Final = (list, tuple)
