@@ -15,7 +15,7 @@ import torch
 
 from tsfunc import MetaTensorType, specialize
 from tsfunc.config import log_to_stderr
-from tsfunc.program.calling import calls
+from tsfunc.program.calling import reports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,15 +72,15 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, shown = Terminal(), threading.Event()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(calls, "_SECONDS", 0.0)
-    show = calls._ProgressLine.show
+    monkeypatch.setattr(reports, "_SECONDS", 0.0)
+    show = reports._ProgressLine.show
 
-    def told(line: calls._ProgressLine) -> None:
+    def told(line: reports._ProgressLine) -> None:
         show(line)
         shown.set()
 
-    monkeypatch.setattr(calls._ProgressLine, "show", told)
-    with calls.progress("f", "the first call"):
+    monkeypatch.setattr(reports._ProgressLine, "show", told)
+    with reports.progress("f", "the first call"):
         assert shown.wait(60)
     assert "specialize(f): making a program (the first call)" in terminal.getvalue()
 
@@ -88,8 +88,8 @@ def test_a_terminal_shows_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_shown_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(calls, "_SECONDS", 0.0)
-    with calls.progress("f", "the first call"):
+    monkeypatch.setattr(reports, "_SECONDS", 0.0)
+    with reports.progress("f", "the first call"):
         time.sleep(0.01)
     assert stream.getvalue() == ""
 
@@ -98,6 +98,6 @@ def test_a_short_trace_starts_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     before = threading.active_count()
-    with calls.progress("f", "the first call"):
+    with reports.progress("f", "the first call"):
         assert threading.active_count() == before + 1
     assert terminal.getvalue() == ""

@@ -177,10 +177,17 @@ def test_a_size_that_the_function_needs() -> None:
 
 
 def test_numbers_of_compiled_programs() -> None:
-    _, caught = called(lambda x, k: x * k, INTS, backend="eager")
+    s, caught = called(lambda x, k: x * k, INTS, backend="eager")
+    assert not caught
+    assert s.cache_info().programs == 3
+
+
+def test_numbers_that_compiled_programs_need() -> None:
+    _, caught = called(lambda x, k: x * k, INTS, backend="eager", hoist=True)
     (warning,) = caught
     assert str(warning.message).endswith(
-        "A compiled program has numbers as constants: pass k as a tensor, such as torch.tensor(k)."
+        "This compiled program needs k as a constant. A tensor can be an input, such as "
+        "torch.tensor(k)."
     )
 
 

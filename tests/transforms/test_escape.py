@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +92,10 @@ def test_each_use_is_an_error(name: str) -> None:
     assert "after that transform had ended" in message
     assert "your tensor may have escaped from inside a function being vmapped" in message
     assert "Return the value from the transformed function" in message
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    own = Path(tsfunc.__file__).parent
+    assert __file__ in files
+    assert not [file for file in files if own in Path(file).parents]
 
 
 @pytest.mark.parametrize("name", USES)

@@ -46,7 +46,8 @@ class Program(ProgramData):
         out_tree: the structure of its results.
         source: the Python that it runs as; ``str`` returns it with comments.
         run: takes the flattened arguments and returns the flattened results.
-        constants: the names of the lifted tensors that constant folding has computed.
+        constants: the names of the lifted tensors that constant folding has computed, or that
+            ``torch.tensor(data)`` has made in the function.
         updates: the assignments that it ends with; the graph's last results are their tensors.
         call_spec: the assumptions about its arguments; None if they were not recorded.
         signature: the signature of the function; None if it was not recorded.

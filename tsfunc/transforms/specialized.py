@@ -48,7 +48,6 @@ from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.calling.user_assertions import raise_user_assertion
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.closure.guard_codegen import GuardTexts
-from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.example_arguments import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.transforms.control.serialization import register_all
@@ -107,7 +106,11 @@ class Specialized(Generic[_Params, _Result]):
         contracts = self._given
         if len(contracts) > 1:
             contracts = in_order(contracts, f"specialize({self.name})")
-        compiler = None if backend == "python" else resolve(backend)
+        compiler = None
+        if backend != "python":
+            from tsfunc.program.graphs.backends import resolve
+
+            compiler = resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
         kept = _checked_names(hoist, self.name, signature)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named, kept)

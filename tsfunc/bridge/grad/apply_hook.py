@@ -32,6 +32,8 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
 from tsfunc import hooks
 from tsfunc.bridge.tracers.registrations import on_first_transform
+from tsfunc.errors import EscapedTracerError
+from tsfunc.user_code import fold
 
 Handler = Callable[..., Any]  # takes a class, and its arguments bound to those of ``forward``
 
@@ -68,7 +70,11 @@ def hook(handler: Handler) -> None:
     if not applies_in_cpp():
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return handler(cls, *(_by_position(cls, args, kwargs) if kwargs else args))
+            try:
+                return handler(cls, *(_by_position(cls, args, kwargs) if kwargs else args))
+            except EscapedTracerError as error:
+                fold(error, str)  # there is no public call that would
+                raise
 
         on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(apply))
         return
@@ -79,7 +85,11 @@ def hook(handler: Handler) -> None:
                 return call_torch_apply(cls, *args, **kwargs)  # torch.func derives a class
             if kwargs or _has_setup(cls):
                 args = _by_position(cls, args, kwargs)
-        return handler(cls, *args)
+        try:
+            return handler(cls, *args)
+        except EscapedTracerError as error:
+            fold(error, str)
+            raise
 
     on_first_transform(setattr, FunctionMeta, "__call__", call)
     on_first_transform(_redirect_method_table)

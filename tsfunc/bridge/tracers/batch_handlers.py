@@ -81,6 +81,7 @@ from tsfunc.bridge.tracers.tracer import (
 from tsfunc.dispatch.state import State, tls
 from tsfunc.errors import EscapedTracerError
 from tsfunc.ops.splitting import BatchChanged
+from tsfunc.user_code import fold
 
 maybe_functorch_level = _functorch.maybe_current_level
 is_grad_enabled = torch.is_grad_enabled
@@ -372,9 +373,10 @@ class FastBatchTracer(BatchTracer):
         try:
             out = call_by_plan(func, types, args, kwargs)
             return function_handler(func, types, args, kwargs) if out is NotImplemented else out
-        except EscapedTracerError:
+        except EscapedTracerError as error:
             values = unwrap_ended(args, kwargs)
             if values is None:
+                fold(error, str)  # there is no public call that would
                 raise
             return func(*values[0], **values[1])
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function
 
+from tsfunc.errors import EscapedTracerError
+from tsfunc.user_code import fold
+
 
 def handle_with_all_arguments(
     public_api: Callable[..., Any], relevant_args: Sequence[Any], *args: Any, **kwargs: Any
@@ -27,7 +30,11 @@ def handle_with_all_arguments(
     """
     if public_api is F.l1_loss and len(relevant_args) == 3 and relevant_args[2] is not None:
         kwargs.setdefault("weight", relevant_args[2])
-    return handle_torch_function(public_api, relevant_args, *args, **kwargs)
+    try:
+        return handle_torch_function(public_api, relevant_args, *args, **kwargs)
+    except EscapedTracerError as error:
+        fold(error, str)  # there is no public call that would
+        raise
 
 
 def pass_all_arguments() -> None:

@@ -51,6 +51,7 @@ from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.recording import run_as
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError, EscapedTracerError
+from tsfunc.user_code import fold
 
 T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
@@ -266,13 +267,9 @@ class Tracer(torch.Tensor):
         shape = like.shape
         with suppress_guards_of(shape):
             tracer = torch.Tensor._make_wrapper_subclass(
-                cls,
-                shape,
-                like.stride(),
-                like.storage_offset(),
-                dtype=like.dtype,
+                cls, shape, like.stride(), like.storage_offset(), dtype=like.dtype,
                 device=like.device,
-            )
+            )  # fmt: skip
         tracer.dispatch_level = level
         for name, value in attributes.items():
             setattr(tracer, name, value)
@@ -280,7 +277,11 @@ class Tracer(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function_handler(func, types, args, kwargs or NO_KWARGS)
+        try:
+            return function_handler(func, types, args, kwargs or NO_KWARGS)
+        except EscapedTracerError as error:
+            fold(error, str)  # there is no public call that would
+            raise
 
     # torch's annotation is for classes without subclasses, which are called without the operator.
     @classmethod

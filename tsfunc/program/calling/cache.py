@@ -69,6 +69,11 @@ class Target:
     backend_name: str = "python"
     hoist: bool | Collection[str] = False
 
+    @property
+    def takes_numbers(self) -> bool:
+        """True if numbers can be inputs; they can't if compiled programs do some work once."""
+        return self.backend is None or self.hoist is False
+
     @functools.cached_property
     def sees_keywords(self) -> bool:
         """True if the function sees the order of its keyword arguments."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import sys
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import optree
 
@@ -17,10 +14,11 @@ from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.torch_settings import settings
-from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.errors import DataDependentError, ExportError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
+from tsfunc.program.calling.reports import log_program, progress
 from tsfunc.program.calling.retrace_reasons import FIRST_CALL, UNSEEN, difference_text, reason_for
 from tsfunc.program.calling.variation import Variation, is_special
 from tsfunc.program.closure.free_variables import FreeVariables
@@ -41,7 +39,6 @@ from tsfunc.program.closure.guard_codegen import (
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
-from tsfunc.program.graphs.backends import Compiled, Run
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import (
@@ -63,10 +60,12 @@ from tsfunc.program.guarding.inputs import (
     with_fixed_sizes,
     with_raised_minima,
 )
-from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.values import PathTexts
 from tsfunc.user_code import user_location
+
+if TYPE_CHECKING:
+    from tsfunc.program.graphs.backends import Run
 
 ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
@@ -117,6 +116,7 @@ class CacheMiss:
         self.earlier: NumberHistory = {}
         self.closure_differences: Sequence[Mapping[str, tuple[Any, Any]]] = ()
         self.closure_inputs: Mapping[str, InputNumber] = {}
+        self._compares = False  # True while a program is traced for a comparison
 
     @restoring_thread_state
     def program(self, cache: Cache, reason: str | None = None) -> ProgramAndInputs:
@@ -200,19 +200,36 @@ class CacheMiss:
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
         made, assumptions = trace_until_valid(self.trace, assumptions, self.next_assumptions)
-        outside = self.closure_inputs
-        if not outside and not self.variation.has_numbers(assumptions):
+        if not self._has_unknown_numbers(assumptions):
             return made, assumptions
+        outside = self.closure_inputs
+        self._compares = True
         exact, alone = trace_until_valid(
             self.trace,
             assumptions.moved(varying=frozenset(), dim=None, closure_numbers=False),
             self.next_assumptions,
         )
+        self._compares = False
         if self._is_equivalent(made[0], exact[0], outside.values()):
-            return made, assumptions
-        if not any(is_special(number.value) for number in outside.values()):
+            with contextlib.suppress(ExportError):  # then the program with constants may compile
+                return self._now_compiled(made), assumptions
+        elif not any(is_special(number.value) for number in outside.values()):
             self.variation.cache.constants |= outside.keys()
-        return exact, alone
+        return self._now_compiled(exact), alone
+
+    def _has_unknown_numbers(self, assumptions: Assumptions) -> bool:
+        """True if the inputs of a program include numbers that no descriptor describes."""
+        return bool(self.closure_inputs) or self.variation.has_numbers(assumptions)
+
+    def _now_compiled(self, made: ProgramAndInputs) -> ProgramAndInputs:
+        """Have the backend compile a program that was traced for a comparison."""
+        entry, closure_values = made
+        if self.target.backend is not None and self.target.hoist is False:
+            start = time.perf_counter()
+            with progress(self.name, entry.reason):
+                entry.program.run.compile_for([*self.flat, *closure_values])  # type: ignore[attr-defined]
+            entry.seconds += time.perf_counter() - start
+        return made
 
     def _closure_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
         """Return, for the last programs of such arguments, the other values that differ."""
@@ -226,7 +243,7 @@ class CacheMiss:
     def _earlier_numbers(self, cache: Cache) -> NumberHistory:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
         values: dict[str, list[Read]] = {}
-        if self.target.backend is None:  # backends make numbers constants
+        if self.target.takes_numbers:
             for entry in cache.entries:
                 for text, value in entry.program.numbers.items():
                     if text not in cache.constants:
@@ -290,8 +307,8 @@ class CacheMiss:
         named_dims: Mapping[str, Dim],
         undescribed: Collection[int] = (),
     ) -> Sequence[ScalarSpec]:
-        """Return the numbers among the arguments that are inputs; backends make them constants."""
-        if self.target.backend is not None:
+        """Return the numbers among the arguments that are inputs."""
+        if not self.target.takes_numbers:
             return ()
         return scalar_inputs(
             self.flat, self.argument_paths, self.contract, inputs, named_dims, undescribed
@@ -365,7 +382,8 @@ class CacheMiss:
 
             run: Any = Hoisted(program, kept, len(values), self._compiled)
         else:
-            run = self._compiled(program, values)
+            compared = self._compares or self._has_unknown_numbers(assumptions)
+            run = self._compiled(program, values, not compared, assumptions, scalars)
         program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(guards, named_dims, len(self.flat))
         opening = flatten_lines(self.tree, scope, self.target.sees_keywords)
@@ -389,11 +407,53 @@ class CacheMiss:
         self.variation.check(entry, assumptions)
         return entry, reads.values
 
-    def _compiled(self, program: ProgramData, values: Sequence[Any]) -> Run:
-        """Return a function that runs a program as the user has chosen."""
-        if self.target.backend is None:
+    def _compiled(
+        self,
+        program: ProgramData,
+        values: Sequence[Any],
+        now: bool = True,
+        assumptions: Assumptions = Assumptions(),  # noqa: B008  # it is frozen
+        scalars: Sequence[ScalarSpec] = (),
+    ) -> Run:
+        """Return a function that runs a program as the user has chosen.
+
+        Raises:
+            Retrace: the backend can't take some of the numbers as inputs.
+        """
+        backend, name = self.target.backend, self.target.backend_name
+        if backend is None:
             return program.run
-        return Compiled(program, self.target.backend, self.target.backend_name, values)
+        from tsfunc.program.graphs.backends import Compiled
+        from tsfunc.program.graphs.number_inputs import NumbersRefused
+
+        try:
+            return Compiled(program, backend, name, values, now)
+        except NumbersRefused as refusal:
+            raise self._with_constants(refusal.names, assumptions, scalars) from None
+
+    def _with_constants(
+        self, names: Collection[str], assumptions: Assumptions, scalars: Sequence[ScalarSpec]
+    ) -> Retrace:
+        """Return the retrace after a backend has refused some numbers as inputs.
+
+        Args:
+            names: the names of these numbers in the program.
+            assumptions: those of the trace.
+            scalars: the numbers among the arguments that were inputs.
+        """
+        cache = self.variation.cache
+        changes: dict[str, Any] = {}
+        outside = {text for text, each in self.closure_inputs.items() if each.name in names}
+        refused = [spec for spec in scalars if spec.name in names]
+        if outside:
+            cache.constants |= outside
+            changes["closure_numbers"] = False
+        if any(not spec.undescribed for spec in refused):
+            changes["described_numbers"] = False
+        alone = frozenset(self.name_of(spec.position) for spec in refused if spec.undescribed)
+        if alone:
+            changes |= self.variation.without(alone, assumptions)
+        return Retrace(assumptions.moved(**changes))
 
     def _reason(self, assumptions: Assumptions) -> str:
         """Return the reason for a new program."""
@@ -486,70 +546,3 @@ def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """True if a program for any size of a named dim does not serve a size this small."""
     named_dims = entry.call_spec.named_dims
     return name in named_dims and (size < 2 or size < (named_dims[name].min or 0))
-
-
-# --- reports of programs
-
-
-_SECONDS = 1.0  # a trace or compilation that takes less shows nothing
-
-_retraces = logging.getLogger("tsfunc.retraces")
-_guards = logging.getLogger("tsfunc.guards")
-_code = logging.getLogger("tsfunc.code")
-
-
-def log_program(
-    program: Program, reason: str, seconds: float, backend: str, arguments: str
-) -> None:
-    """Log a new program: what was made, why, and how long it took."""
-    _retraces.info(
-        "specialize(%s): a new program for (%s) took %.2f s with the backend %s. Reason: %s",
-        program.name, arguments, seconds, backend, reason,
-    )  # fmt: skip
-    _guards.info("specialize(%s): the guards of the new program:\n%s", program.name, program.guards)
-    if _code.isEnabledFor(logging.INFO):
-        _code.info("specialize(%s): the code of the new program:\n%s", program.name, program)
-
-
-@contextlib.contextmanager
-def progress(name: str, reason: str) -> Iterator[None]:
-    """Show on stderr that a program is being made, if it takes long and stderr is a terminal."""
-    if not _in_a_terminal() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    line = _ProgressLine(f"specialize({name}): making a program ({reason})")
-    timer = threading.Timer(_SECONDS, line.show)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        line.hide()
-
-
-class _ProgressLine:
-    """A line with a spinner. ``show`` and ``hide`` run on different threads."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._lock = threading.Lock()
-        self._stack = contextlib.ExitStack()
-        self._hidden = False
-
-    def show(self) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        with self._lock:
-            if not self._hidden:
-                self._stack.enter_context(console.status(self._text))
-
-    def hide(self) -> None:
-        with self._lock:
-            self._hidden = True
-            self._stack.close()
-
-
-def _in_a_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()

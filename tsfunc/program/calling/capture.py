@@ -68,7 +68,7 @@ from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.trace_guards import Aliasing, ConditionHolds, Property, TraceGuard
 from tsfunc.program.passes.effects import every_node
-from tsfunc.program.passes.simplify import simplify
+from tsfunc.program.passes.simplify import literals_of, simplify
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -505,6 +505,7 @@ class _Trace:
             for target, tensor in outside.items()
             if frozen and id(tensor) not in closure_positions
         }
+        literals = literals_of(graph)
         folded = simplify(request.name, graph, outside, frozen_values)
         nodes = list(every_node(graph))
         read = {str(node.target) for node in nodes if node.op == "get_attr"}
@@ -538,7 +539,7 @@ class _Trace:
         source, run = generate(request.name, graph, positions, lifted, updates)
         return Program(
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
-            frozenset(constants), updates,
+            frozenset({*constants, *(literals & lifted.keys())}), updates,
         )  # fmt: skip
 
 

@@ -52,9 +52,10 @@ def warning_about_others(
         if name not in sized and not name.startswith(FORM_PREFIXES)
     }
     remedies = {name: _remedy(call, name) for name in found}
+    takes_numbers = call.target.takes_numbers
     for name, (now, values) in _seen_in_closure(call.closure_differences).items():
         found[name] = now, values
-        remedies[name] = _outside_remedy(name, now, call.target.backend is not None)
+        remedies[name] = _outside_remedy(name, now, takes_numbers and name not in cache.constants)
     for name, (now, earlier) in found.items():
         if name in cache.warned_about:
             continue
@@ -153,13 +154,13 @@ def _remedy(call: CacheMissFacts, name: str) -> str:
     )
 
 
-def _outside_remedy(name: str, value: Any, compiled: bool) -> str:
+def _outside_remedy(name: str, value: Any, takes_number: bool) -> str:
     """Return how calls that differ in a closed-over value get fewer programs.
 
     Args:
         name: the user's spelling of the value.
         value: the value in the call.
-        compiled: whether the programs are compiled, with numbers as constants.
+        takes_number: True if a number among the arguments may be an input of a program.
     """
     read = f"The function reads {name} besides its arguments"
     if isinstance(value, torch.Tensor):
@@ -168,7 +169,7 @@ def _outside_remedy(name: str, value: Any, compiled: bool) -> str:
             f"a descriptor that names its sizes."
         )
     if type(value) in (int, float) and not name.startswith("len("):
-        passed = f"a tensor (torch.tensor({name}))" if compiled else "an argument"
+        passed = "an argument" if takes_number else f"a tensor (torch.tensor({name}))"
         return (
             f"{read}, so that a program has it as a constant. Pass it as {passed}, for one program "
             f"if the function computes with it."

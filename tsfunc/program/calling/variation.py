@@ -322,7 +322,7 @@ class Variation:
         """Return the assumptions with inputs in place of the values that have varied."""
         if not self.cache.auto_widen:
             return assumptions
-        as_inputs = self.numbers if self.call.target.backend is None else {}
+        as_inputs = self.numbers if self.call.target.takes_numbers else {}
         names = varying(
             self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.required_numbers
         )
@@ -360,17 +360,23 @@ class Variation:
         names = assumptions.varying
         needed = self._needed(entry) & names
         if needed:
-            self.cache.required_numbers |= needed
-            self._tried = names = names - needed
-            names = frozenset() if names in self.cache.fixed else names
-        elif any(condition.dims for condition in entry.call_spec.conditions) or (
-            not names.isdisjoint(self.positions)
-            and entry.call_spec.failing_guards(self.call.flat, self.sizes)
-        ):
-            names = frozenset()
-        if names != assumptions.varying:
-            dim = None if names.isdisjoint(self.where) else assumptions.dim
-            raise Retrace(assumptions.moved(varying=names, dim=dim))
+            raise Retrace(assumptions.moved(**self.without(needed, assumptions)))
+        bound_to_sizes = any(condition.dims for condition in entry.call_spec.conditions)
+        fails = not names.isdisjoint(self.positions) and entry.call_spec.failing_guards(
+            self.call.flat, self.sizes
+        )
+        if names and (bound_to_sizes or fails):
+            raise Retrace(assumptions.moved(varying=frozenset(), dim=None))
+
+    def without(self, needed: Names, assumptions: Assumptions) -> dict[str, Any]:
+        """Return the changes of assumptions after which some numbers stay constants."""
+        self.cache.required_numbers |= needed
+        self._tried = names = assumptions.varying - needed
+        names = frozenset() if names in self.cache.fixed else names
+        return {
+            "varying": names,
+            "dim": None if names.isdisjoint(self.where) else assumptions.dim,
+        }
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
@@ -416,8 +422,8 @@ class Variation:
     def _warning(self, served: Names) -> str | None:
         """Return a warning about values that vary, without those that the new program serves."""
         seen = seen_values(self.facts, self.cache.varied, self.sizes, self.numbers)
-        compiled = self.call.target.backend is not None
-        settled = self.cache.required_numbers.union(self.numbers if compiled else ())
+        constant = not self.call.target.takes_numbers
+        settled = self.cache.required_numbers.union(self.numbers if constant else ())
         waits = self.cache.auto_widen
         names = [
             name
@@ -466,7 +472,7 @@ class Variation:
         compiled = self.call.target.backend is not None
         numbers = [name for name in names if name in self.numbers]
         needed = [name for name in numbers if name in self.cache.required_numbers]
-        constant = numbers if compiled else needed
+        constant = needed if self.call.target.takes_numbers else numbers
         offered = [name for name in names if name not in constant]
         text = ""
         try:
@@ -482,10 +488,11 @@ class Variation:
             )
         elif described:
             text += f"\nWith these descriptors one program serves all values:\n  {described}"
-        if compiled and numbers:
+        if compiled and constant:
             text += (
-                f"\nA compiled program has numbers as constants: pass {' and '.join(numbers)} as a "
-                f"tensor, such as torch.tensor({numbers[0]})."
+                f"\nThis compiled program needs {' and '.join(constant)} as "
+                f"{'constants' if len(constant) > 1 else 'a constant'}. A tensor can be an input, "
+                f"such as torch.tensor({constant[0]})."
             )
         elif needed:
             text += (

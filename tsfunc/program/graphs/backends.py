@@ -21,6 +21,7 @@ calls of the device may raise it for any operator.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -57,6 +58,12 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
+from tsfunc.program.graphs.number_inputs import (
+    NumberInputs,
+    NumberResult,
+    NumbersRefused,
+    number_inputs,
+)
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.effects import Aliases, every_node, is_random, writes
@@ -97,31 +104,52 @@ class Compiled:
         backend: compiles the graph.
         name: the user's name of the backend, for errors.
         values: the values that the program is about to run on.
+        now: False if the first call of the program compiles it.
 
     Raises:
         ExportError: the backend does not support a part of the program, or can't compile it.
+        NumbersRefused: the backend can't take some numbers as inputs of the program.
         ValueError: the backend does not support the device.
     """
 
     def __init__(
-        self, program: ProgramData, backend: Backend, name: str, values: Sequence[Any]
+        self,
+        program: ProgramData,
+        backend: Backend,
+        name: str,
+        values: Sequence[Any],
+        now: bool = True,
     ) -> None:
         self._program, self._backend, self._name = program, backend, name
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
         self._sizes = _named_sizes(program.call_spec)
+        indices = number_inputs(program.graph, program.inputs)
+        self._tensors = [i for i in program.inputs if i not in indices.values()]
         self._separate = _writes_outside(program.graph)
         self._repeatable = not self._separate and not any(map(is_random, program.graph.nodes))
         self._lock = threading.Lock()
         self._variants: list[tuple[Any, Callable[..., Any]]] = []
-        self._module, self._outputs = _module(program)
+        self._module = _module(program)
+        self._numbers: Any = None
+        if indices:
+            if name == "cudagraphs":
+                raise NumbersRefused(indices)
+            self._numbers = NumberInputs(self._module, program.inputs, name != "inductor")
+        self._ints: Mapping[str, int] = self._numbers.ints if indices else {}
+        self._outputs = _keep_computed(self._module)
         _check(program, name, self._module, [*self._given(values), *self._lifted])
         self._assign = _assignments(program, len(values))
         self._count = program.out_tree.num_leaves
         for node in every_node(program.graph):
             if node.target is MAP:
                 agree_on_program(str(node.args[3]), str(node.args[4]))
+        if now:
+            self.compile_for(values)
+
+    def compile_for(self, values: Sequence[Any]) -> None:
+        """Compile the program for values like those of a call, unless a plain call has to do it."""
         if not any_wrapped([*self._given(values), *self._lifted]):
-            self._compile(values)  # else the first plain call does it
+            self._compile(values)
 
     @restoring_thread_state
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -130,27 +158,33 @@ class Compiled:
             return self._program.run(values)
         for holds, call in self._variants:
             if holds is None or holds(self._sizes_of(values)):
-                return self._results(self._run(call, given, values), values)
+                return self._run(call, given, values)
         if len(self._variants) >= _MOST:
             return self._program.run(values)
         with self._lock:
-            return self._results(self._run(self._compile(values), given, values), values)
+            return self._run(self._compile(values), given, values)
 
     def _run(
         self, call: Callable[..., Any], given: Sequence[torch.Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
+        made, numbers = self._numbers(values) if self._numbers is not None else ((), ())
+        given = [*given, *made]
+        if self._ints:
+            call = _with_last(call, [values[i] for i in self._ints.values()])
         try:
             if not self._separate:
-                again = self._uncompiled if self._repeatable else self._refuse
-                return call_differentiably(call, again, given)
-            results: Sequence[Any] = call(*given)
+                once = functools.partial(self._uncompiled, values)
+                again: Callable[..., Any] = once if self._repeatable else self._refuse
+                results = call_differentiably(call, again, given)
+                return self._results(results, numbers, values)
+            results = call(*given)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except Exception:
             self._raise_as_python(values)
             raise
         refuse_second_derivative(results, self._refuse_derivative)
-        return results
+        return self._results(results, numbers, values)
 
     def _raise_as_python(self, values: Sequence[Any]) -> None:
         """Run the program as Python for its error, without its assignments and on copies."""
@@ -175,24 +209,39 @@ class Compiled:
             f"derivative is {how}. Leave the backend out, and the program runs as Python."
         )
 
+    def _uncompiled(self, values: Sequence[Any], *tensors: torch.Tensor) -> Sequence[Any]:
+        """Run the graph as it was traced, on the tensors of a call of the compiled module."""
+        module, kept = self._traced
+        given = iter(tensors)
+        known = set(self._tensors)
+        inputs = [next(given) if i in known else values[i] for i in self._program.inputs]
+        results = module(*inputs, *itertools.islice(given, len(self._lifted)))
+        return [results[i] for i in kept]
+
     @functools.cached_property
-    def _uncompiled(self) -> Callable[..., Sequence[Any]]:
-        """The graph as it was traced, with the inputs and results of the compiled module."""
+    def _traced(self) -> tuple[torch.fx.GraphModule, Sequence[int]]:
+        """The graph as it was traced, and the indices of the results of the compiled module."""
         graph = self._program.graph
         module = graph_module(self._program.name, graph, self._program.lifted, as_inputs=True)
-        _keep_computed(module)
-        return module
+        outputs = zip(_keep_computed(module), self._outputs, strict=True)
+        return module, [out.at for out, own in outputs if type(own) is _ResultIndex]
 
     def _given(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        return [values[i] for i in self._program.inputs]
+        return [values[i] for i in self._tensors]
 
     def _sizes_of(self, values: Sequence[Any]) -> dict[str, int]:
-        return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
+        sizes = {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
+        sizes.update((name, values[i]) for name, i in self._ints.items())
+        return sizes
 
-    def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+    def _results(
+        self, tensors: Sequence[Any], numbers: Sequence[Any], values: Sequence[Any]
+    ) -> Sequence[Any]:
         results = tuple(
             tensors[out.at]
             if type(out) is _ResultIndex
+            else numbers[out.at]
+            if type(out) is NumberResult
             else values[out.index]
             if type(out) is InputRef
             else out
@@ -208,12 +257,17 @@ class Compiled:
         call_spec = self._program.call_spec
         named_dims = call_spec.named_dims if call_spec is not None else {}
         sizes = self._sizes_of(values)
-        symbols = Symbols({dim.name: dim for dim in named_dims.values()}, sizes)
-        examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
-        if named_dims:
+        ints = {name: sizes.pop(name) for name in self._ints}
+        symbols = Symbols({dim.name: dim for dim in named_dims.values()}, sizes, ints)
+        given = dict(zip(self._tensors, self._given(values), strict=True))
+        examples: list[Any] = [*_examples(self._program, given, symbols), *self._lifted]
+        if self._numbers is not None:
+            examples += self._numbers(values)[0]
+        if named_dims or ints:
             examples = [_fake(x, x.shape, symbols) for x in examples]
         else:
-            examples = _apart(examples)
+            examples = [*_apart(examples)]
+        examples += symbols.scalars.values()
         donated = nullcontext() if self._separate else without_donated_buffers()
         with torch_state.outside_all_levels(), state.outside_all_levels(), donated:
             try:
@@ -271,13 +325,17 @@ def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "get_attr"]
 
 
-def _module(program: ProgramData) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """Return the graph as a module that returns only tensors and sizes, and all results."""
+def _module(program: ProgramData) -> torch.fx.GraphModule:
+    """Return the graph as a module of operators that torch's compilers take."""
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
     )
     make_compilable(module)
-    return module, _keep_computed(module)
+    return module
+
+
+def _with_last(call: Callable[..., Any], ints: Sequence[int]) -> Callable[..., Any]:
+    return lambda *tensors: call(*tensors, *ints)
 
 
 def _keep_computed(module: torch.fx.GraphModule) -> list[Any]:
@@ -322,17 +380,14 @@ def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
 
 
 def _examples(
-    program: ProgramData, given: Sequence[torch.Tensor], symbols: Symbols
+    program: ProgramData, given: Mapping[int, torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
     """Return example inputs, with symbols as the sizes of named dims."""
     call_spec = program.call_spec
     if call_spec is None or not call_spec.named_dims:
-        return list(given)
+        return list(given.values())
     shapes = {spec.position: spec.shape(symbols.sizes) for spec in call_spec.inputs}
-    return [
-        _fake(x, shapes.get(position, list(x.shape)), symbols)
-        for position, x in zip(program.inputs, given, strict=True)
-    ]
+    return [_fake(x, shapes.get(position, list(x.shape)), symbols) for position, x in given.items()]
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ def make_compilable(module: torch.fx.GraphModule) -> None:
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in list(part.graph.nodes):
-                node.target = _FUSED.get(node.target, node.target)
+                node.target = FUSED.get(node.target, node.target)
                 _scale_by_tensor(node)
             part.recompile()
 
@@ -37,7 +37,7 @@ def make_compilable(module: torch.fx.GraphModule) -> None:
 
 def _scale_by_tensor(node: torch.fx.Node) -> None:
     """Let an operator take its factor as a tensor, if the factor was read from one."""
-    known = _SCALED.get(node.target)
+    known = SCALED.get(node.target)
     if known is None:
         return
     name, scaled = known
@@ -77,8 +77,8 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return write
 
 
-# An operator, the name of its factor, and the function that takes the factor as a tensor.
-_SCALED: Final[dict[Any, tuple[str, Callable[..., Tensor]]]] = {
+# Operators, each with the name of its factor and the function that takes this as a tensor.
+SCALED: Final[dict[Any, tuple[str, Callable[..., Tensor]]]] = {
     _aten.addcmul.default: ("value", _addcmul),
     _aten.addcmul_.default: ("value", _in_place(_addcmul)),
     _aten.addcdiv.default: ("value", _addcdiv),
@@ -179,7 +179,7 @@ def _fused_adagrad(
         one.write(sums[i], total)
 
 
-_FUSED: Final[dict[Any, Callable[..., None]]] = {
+FUSED: Final[dict[Any, Callable[..., None]]] = {
     getattr(getattr(_aten, name), overload): function
     for name, function in (
         ("_fused_adam_", _adam(decoupled=False)),
@@ -189,3 +189,4 @@ _FUSED: Final[dict[Any, Callable[..., None]]] = {
     )
     for overload in ("default", "tensor_lr")
 }
+STEPS: Final = frozenset(FUSED.values())

@@ -359,6 +359,16 @@ def fold_constants(
     }
 
 
+def literals_of(graph: torch.fx.Graph) -> set[str]:
+    """Return the names of the tensors that ``torch.tensor(data)`` has made in the function."""
+    copy = torch.ops.aten.lift_fresh_copy.default
+    return {
+        str(node.target)
+        for node in every_node(graph)
+        if node.op == "get_attr" and node.users and all(x.target is copy for x in node.users)
+    }
+
+
 def is_computable(node: torch.fx.Node) -> bool:
     """True if a node is a pure function of its arguments with a defined tensor result."""
     op = node.meta.get("op")
