@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     batch_to_front,
+    batches_first,
     expand_to_front,
     logical_rank,
     unit_dims,
@@ -75,7 +76,7 @@ def attention(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
         return NotImplemented
     if mask is not None and logical_rank(mask, m) > rank:
         return NotImplemented
-    q, k, v = (expand_to_front(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True))
+    q, k, v = batches_first(args[:3], bdims[:3], size)
     if rank == 2:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     n = q.shape[1]
@@ -218,9 +219,7 @@ def masked_softmax_backward(
 ) -> Any:
     """The mask has one value per element; torch returns a row of one element for a scalar."""
     size, rank = level.batch_size, logical_rank(args[0], bdims[0])
-    grad, out, mask = (
-        expand_to_front(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True)
-    )
+    grad, out, mask = batches_first(args[:3], bdims[:3], size)
     if rank == 0:
         return op(grad.unsqueeze(1), out.unsqueeze(1), mask.unsqueeze(1), 1), 0
     dim = args[3] if len(args) > 3 else None

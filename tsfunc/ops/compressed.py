@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import expand_to_front
+from tsfunc.ops.dims import batches_first, expand_to_front
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
@@ -175,7 +175,7 @@ def sparse_sampled_addmm(
 ) -> Any:
     """The kernel requires the same batch size of all arguments."""
     size = level.batch_size
-    x, y = (expand_to_front(arg, bdim, size) for arg, bdim in zip(args[1:], bdims[1:], strict=True))
+    x, y = batches_first(args[1:], bdims[1:], size)
     return op(batch_of(args[0], bdims[0], size), x, y, **kwargs), 0
 
 

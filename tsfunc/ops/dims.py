@@ -74,6 +74,13 @@ def expand_to_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if bdim is None else batch_to_front(x, bdim)
 
 
+def batches_first(
+    tensors: Sequence[Tensor], bdims: Sequence[int | None], size: int
+) -> list[Tensor]:
+    """Return ``expand_to_front`` of each of several tensors."""
+    return [expand_to_front(x, bdim, size) for x, bdim in zip(tensors, bdims, strict=True)]
+
+
 def flat_by_example(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
     """Return the values of all examples in one dim, one example after the other; None for None."""
     return None if x is None else expand_to_front(x, bdim, size).flatten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tsfunc.ops.dims import expand_to_front
+from tsfunc.ops.dims import batches_first
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
@@ -13,6 +13,6 @@ def call(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     """Pass all examples at once; the operator itself goes over them."""
     values, effect, batch_dims = args
     size = level.batch_size
-    stacked = [expand_to_front(x, bdim, size) for x, bdim in zip(values, bdims[0], strict=True)]
+    stacked = batches_first(values, bdims[0], size)
     op(stacked, effect, batch_dims + 1)
     return None, None

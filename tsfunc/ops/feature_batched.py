@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.channels_last import channels_last
-from tsfunc.ops.dims import align, batch_to_front, expand_to_front
+from tsfunc.ops.dims import align, batch_to_front, batches_first
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
@@ -95,10 +95,8 @@ def native_layer_norm_backward(
     """The kernel computes the input's gradient; weight gradients are summed per example here."""
     grad, x, shape, mean, rstd, weight, _, mask = args
     size = level.batch_size
-    grad, x, mean, rstd = (
-        expand_to_front(v, d, size)
-        for v, d in ((grad, bdims[0]), (x, bdims[1]), (mean, bdims[3]), (rstd, bdims[4]))
-    )
+    of_tensors = (bdims[0], bdims[1], bdims[3], bdims[4])
+    grad, x, mean, rstd = batches_first((grad, x, mean, rstd), of_tensors, size)
     leading = x.dim() - 1 - len(shape)
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
@@ -156,9 +154,7 @@ def native_group_norm_backward(
     """
     grad, x, mean, rstd, weight, n, c, hw, group, mask = args
     size = level.batch_size
-    grad, x, mean, rstd = (
-        expand_to_front(v, bdim, size) for v, bdim in zip(args[:4], bdims[:4], strict=True)
-    )
+    grad, x, mean, rstd = batches_first(args[:4], bdims[:4], size)
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
         scaled, p = grad, bdims[4]
@@ -200,9 +196,7 @@ def fused_rms_norm_backward(
     """Like layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args
     size = level.batch_size
-    grad, x, rstd = (
-        expand_to_front(v, d, size) for v, d in ((grad, bdims[0]), (x, bdims[1]), (rstd, bdims[3]))
-    )
+    grad, x, rstd = batches_first((grad, x, rstd), (bdims[0], bdims[1], bdims[3]), size)
     grad_x = grad_weight = None
     if mask[0]:
         scaled = grad

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     batch_to_front,
+    batches_first,
     expand_to_front,
     flatten_logical,
     logical_rank,
@@ -181,7 +182,7 @@ def histogramdd_between(
     size = level.batch_size
     x = _as_points(args[0], bdims[0], size, 1)
     edge_bdims = bdims[1] or [None] * len(args[1])
-    edges = [expand_to_front(e, d, size) for e, d in zip(args[1], edge_bdims, strict=True)]
+    edges = batches_first(args[1], edge_bdims, size)
     weight = _weight(bdims, args, kwargs, size)
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
 

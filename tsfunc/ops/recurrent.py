@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, expand_at, expand_to_front
+from tsfunc.ops.dims import align, batches_first, expand_at, expand_to_front
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 LSTM = 2  # the kernel's number of an LSTM layer
@@ -70,9 +70,7 @@ def layer(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
         out, bdim = out.unflatten(1, (size, n)), 1
         states = [s.unflatten(0, (size, n)) for s in states]
     else:
-        x, *weights = [
-            expand_to_front(v, bdim, size) for v, bdim in zip(args[:5], bdims[:5], strict=True)
-        ]
+        x, *weights = batches_first(args[:5], bdims[:5], size)
         states = [_state(v, d, size) for v, d in ((h, bdims[5]), (c, bdims[6]))]
         weights = weights if biased else weights[:2]
         out, *states = _layer(x, weights, states[0], states[1], reverse)
@@ -169,9 +167,7 @@ def fused_cell(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     biases, positions = [*args[3:], None, None][:2], [*bdims[3:], None, None][:2]
     if (positions[0] is None) != (positions[1] is None):  # the kernel requires both biases or none
         positions = [0, 0]
-        biases = [
-            expand_to_front(b, bdim, size) for b, bdim in zip(biases, [*bdims[3:]], strict=True)
-        ]
+        biases = batches_first(biases, [*bdims[3:]], size)
     x, b = _with_bias(args[0], bdims[0], biases[0], positions[0], size)
     y, d = _with_bias(args[1], bdims[1], biases[1], positions[1], size)
     state = expand_to_front(args[2], bdims[2], size).flatten(0, 1).contiguous()

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, expand_to_front, logical_rank, promote_scalars, refuse_inplace
+from tsfunc.ops.dims import (
+    align,
+    batches_first,
+    logical_rank,
+    promote_scalars,
+    refuse_inplace,
+)
 from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, aten_names, row, rows
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
@@ -93,9 +99,7 @@ def clamp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     """
     bounds = [x for x in args[1:] if isinstance(x, Tensor)]
     if len(bounds) == 2 and any(bdim is None for bdim in bdims):
-        args = [
-            expand_to_front(x, bdim, level.batch_size) for x, bdim in zip(args, bdims, strict=True)
-        ]
+        args = batches_first(args, bdims, level.batch_size)
         bdims = (0, 0, 0)
     return pointwise(op, level, bdims, args, kwargs)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tsfunc.ops.channels_last import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.dims import (
     batch_to_front,
-    expand_to_front,
+    batches_first,
     logical_rank,
     physical_dim,
     unit_dims,
@@ -19,13 +19,6 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
-
-
-def batches_first(
-    tensors: Sequence[Tensor], bdims: Sequence[int | None], size: int
-) -> list[Tensor]:
-    """Return each of the tensors with a batch dim first."""
-    return [expand_to_front(x, bdim, size) for x, bdim in zip(tensors, bdims, strict=True)]
 
 
 def align_batch_dims(

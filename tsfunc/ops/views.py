@@ -23,7 +23,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, Rule, RuleLevel, aten_names
 from tsfunc.ops.shifts import Shift, shifted
 
 VIEWS: Final = Family()
@@ -208,71 +208,39 @@ def unsqueeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     return (op(x, dim), bdim + 1) if dim < bdim else (op(x, dim + 1), bdim)
 
 
-@VIEWS.row("aten::select.int", "aten::select_copy.int")
-@shifted(Shift.SAME, Shift.DIM)
-def select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Remove one logical dim."""
-    x, bdim = args[0], bdims[0]
-    rank = x.dim() - 1
-    if rank == 0:
-        raise IndexError("select() cannot be applied to a 0-dim tensor.")
-    dim = physical_dim(args[1], rank, bdim)
-    return op(x, dim, args[2]), bdim - 1 if dim < bdim else bdim
+def along_dim(position: int, removed: bool = False) -> Rule:
+    """Return the rule of a view along one logical dim, the first by default.
+
+    Args:
+        position: the position of the dim among the arguments.
+        removed: True if the result lacks the dim.
+    """
+
+    @shifted(*[Shift.SAME] * position, Shift.DIM)
+    def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+        x, bdim = args[0], bdims[0]
+        if x.dim() == 1:
+            return raise_as_one_example(op, bdims, args, kwargs)
+        dim = physical_dim(args[position] if len(args) > position else 0, x.dim() - 1, bdim)
+        out = op(*args[:position], dim, *args[position + 1 :])
+        return out, bdim - 1 if removed and dim < bdim else bdim
+
+    return rule
 
 
-@VIEWS.row("aten::slice.Tensor", "aten::slice_copy.Tensor")
-@shifted(Shift.SAME, Shift.DIM)
-def slice_(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Slice one logical dim, the first by default."""
-    x, bdim = args[0], bdims[0]
-    if x.dim() == 1:
-        raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
-    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, bdim)
-    return op(x, dim, *args[2:]), bdim
-
-
-@VIEWS.row("aten::narrow", "aten::narrow_copy")
-@shifted(Shift.SAME, Shift.DIM)
-def narrow(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Narrow one logical dim."""
-    x, bdim = args[0], bdims[0]
-    if x.dim() == 1:
-        raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
-    return op(x, physical_dim(args[1], x.dim() - 1, bdim), *args[2:]), bdim
-
-
-@VIEWS.row(
-    "aten::split.Tensor",
-    "aten::split.sizes",
-    "aten::split_with_sizes",
-    "aten::split_copy.Tensor",
-    "aten::split_with_sizes_copy",
-    "aten::unsafe_split.Tensor",
-    "aten::unsafe_split_with_sizes",
-    "aten::chunk",
-    "aten::unsafe_chunk",
-    "aten::tensor_split.sections",
-    "aten::tensor_split.indices",
+VIEWS.rows(
+    along_dim(1, removed=True),
+    *aten_names("select.int select_copy.int unbind.int unbind_copy.int"),
 )
-@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
-def split(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Each part has the batch dim in the same position as the whole."""
-    x, bdim = args[0], bdims[0]
-    if x.dim() == 1:
-        raise RuntimeError(f"{op.name()} expects at least a 1-dimensional tensor")
-    dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, bdim)
-    return op(x, args[1], dim), bdim
-
-
-@VIEWS.row("aten::unbind.int", "aten::unbind_copy.int")
-@shifted(Shift.SAME, Shift.DIM)
-def unbind(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Remove one logical dim from each result."""
-    x, bdim = args[0], bdims[0]
-    if x.dim() == 1:
-        raise IndexError("Dimension specified as 0 but tensor has no dimensions")
-    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, bdim)
-    return op(x, dim), bdim - 1 if dim < bdim else bdim
+VIEWS.rows(along_dim(1), *aten_names("slice.Tensor slice_copy.Tensor narrow narrow_copy"))
+VIEWS.rows(
+    along_dim(2),
+    *aten_names(
+        "split.Tensor split.sizes split_with_sizes split_copy.Tensor split_with_sizes_copy "
+        "unsafe_split.Tensor unsafe_split_with_sizes chunk unsafe_chunk tensor_split.sections "
+        "tensor_split.indices"
+    ),
+)
 
 
 @VIEWS.row("aten::diagonal", "aten::diagonal_copy")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import expand_to_front, with_defaults
+from tsfunc.ops.dims import batches_first, expand_to_front, with_defaults
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
@@ -33,9 +33,6 @@ def weight_norm_backward(
 ) -> Any:
     """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args
-    grad, v, g, norms = (
-        expand_to_front(x, bdim, level.batch_size)
-        for x, bdim in zip(tensors, bdims[: len(tensors)], strict=True)
-    )
+    grad, v, g, norms = batches_first(tensors, bdims[: len(tensors)], level.batch_size)
     along = (grad * v).sum(_except_dim(v, dim), keepdim=True) / norms
     return (g / norms * (grad - v * along / norms), along), 0
