@@ -20,6 +20,7 @@ from tsfunc.ops.dims import (
     align_batch_dim,
     at_least_one_dim,
     batch_to_front,
+    broadcast_to_front,
     expand_to_front,
     logical_rank,
     logical_shape,
@@ -162,7 +163,7 @@ def _values(indices: Lookup, v: Tensor, bdim: int | None, rank: int) -> Tensor:
         return align_batch_dim(v, bdim, rank if indices.adjacent else rank - indices.rank)
     if not (indices.adjacent and indices.first):
         return align_batch_dim(v, bdim, rank)
-    v = v.unsqueeze(0) if bdim is None else batch_to_front(v, bdim)
+    v = broadcast_to_front(v, bdim)
     v = unit_dims(v, 1, rank + 1 - v.dim())
     lead = tuple(range(1, indices.first + 1))
     return v.movedim(lead, tuple(d + indices.rank for d in lead))
@@ -196,7 +197,7 @@ def _masked_values(
     over = mask.dim() - 1
     right = x.dim() - 1 - first - over
     rank = logical_rank(values, bdim)
-    values = values.unsqueeze(0) if bdim is None else batch_to_front(values, bdim)
+    values = broadcast_to_front(values, bdim)
     if rank > right:
         along = values.dim() - 1 - right  # the dim of the mask's True elements
         if values.shape[along] == 1:
@@ -253,7 +254,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> 
     if values.dtype is not x.dtype and (adds or count != 1):  # torch casts one value
         return raise_as_one_example(op, bdims, args, {})
     mask, bdim = indices[first].bool(), index_dims[first]
-    mask = mask.unsqueeze(0) if bdim is None else batch_to_front(mask, bdim)
+    mask = broadcast_to_front(mask, bdim)
     mask, values = _masked_values(x, first, mask, values, bdims[2])
     if adds:
         values = values + x

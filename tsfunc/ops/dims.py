@@ -74,6 +74,11 @@ def expand_to_front(x: Tensor, bdim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if bdim is None else batch_to_front(x, bdim)
 
 
+def broadcast_to_front(x: Tensor, bdim: int | None) -> Tensor:
+    """Return the tensor with a batch dim first, which broadcasts for an unbatched tensor."""
+    return x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)
+
+
 def batches_first(
     tensors: Sequence[Tensor], bdims: Sequence[int | None], size: int
 ) -> list[Tensor]:

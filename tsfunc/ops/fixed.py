@@ -359,7 +359,7 @@ def addbmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
     """Return the product of a column and a row."""
-    column = (x if p is None else batch_to_front(x, p)).unsqueeze(-1)
+    column = batch_to_front(x, p).unsqueeze(-1)
     line = y if q is None else batch_to_front(y, q).unsqueeze(1)
     return column * line, None if p is None and q is None else 0
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tsfunc.ops.dims import (
     NoExamples,
     batch_to_front,
+    broadcast_to_front,
     expand_to_front,
     logical_rank,
     unit_dims,
@@ -89,7 +90,7 @@ def _broadcasting(
     lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
     return [
         unit_dims(
-            x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim),
+            broadcast_to_front(x, bdim),
             1,
             lead + r - logical_rank(x, bdim),
         )
@@ -215,10 +216,7 @@ def linalg_cross(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     dim = kwargs.get("dim", -1)
     if rank != logical_rank(y, bdims[1]) or not -rank <= dim < rank:
         return raise_as_one_example(op, bdims, args, kwargs)
-    x, y = (
-        v.unsqueeze(0) if d is None else batch_to_front(v, d)
-        for v, d in ((x, bdims[0]), (y, bdims[1]))
-    )
+    x, y = (broadcast_to_front(v, d) for v, d in ((x, bdims[0]), (y, bdims[1])))
     return op(x, y, dim=dim - rank if dim >= 0 else dim), 0
 
 
@@ -261,7 +259,7 @@ def solve(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     if vector:
         if not left:
             return NotImplemented
-        b = (b if bdims[1] is None else batch_to_front(b, bdims[1])).unsqueeze(-1)
+        b = batch_to_front(b, bdims[1]).unsqueeze(-1)
     q = None if bdims[1] is None else 0 if vector else bdims[1]
     if bdims[0] is None:
         assert q is not None

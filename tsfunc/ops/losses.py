@@ -104,7 +104,7 @@ def _class_losses(
     size = level.batch_size
     x = expand_to_front(x, bdims[0], size)
     classes = 1 if x.dim() == 2 else 2
-    target = target if bdims[1] is None else batch_to_front(target, bdims[1])
+    target = batch_to_front(target, bdims[1])
     ignored = target == ignore
     target = torch.where(ignored, 0, target)
     if weight is None:
@@ -146,9 +146,9 @@ def nll_loss_backward(
     """Write the gradient at the position of each target."""
     grad, x, target, weight, reduction, ignore, total = args
     x, classes, target, counted = _class_losses(level, bdims[1:4], x, target, weight, ignore)
-    grad = grad if bdims[0] is None else batch_to_front(grad, bdims[0])
+    grad = batch_to_front(grad, bdims[0])
     if reduction == MEAN:
-        grad = grad / (total if bdims[6] is None else batch_to_front(total, bdims[6]))
+        grad = grad / batch_to_front(total, bdims[6])
     if bdims[0] is not None or (reduction == MEAN and bdims[6] is not None):
         grad = grad.reshape(*grad.shape, *[1] * (counted.dim() - grad.dim()))
     value = -torch.where(counted == 0, 0, counted * grad)

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batch_to_front, logical_rank, unit_dims, with_defaults, wrap_dim
+from tsfunc.ops.dims import (
+    broadcast_to_front,
+    logical_rank,
+    unit_dims,
+    with_defaults,
+    wrap_dim,
+)
 from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
@@ -29,7 +35,7 @@ def quantile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
     fits = not isinstance(q, Tensor) or (q_rank < 2 and q.dtype is x.dtype)
     if kind not in _KINDS or not fits or not x.is_floating_point():
         return raise_as_one_example(op, bdims, args, kwargs)
-    x = x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)
+    x = broadcast_to_front(x, bdim)
     if 0 in x.shape[1:]:
         return raise_as_one_example(op, bdims, args, kwargs)
     if dim is None:
@@ -53,7 +59,7 @@ def _quantiles(q: Any, bdim: int | None, x: Tensor) -> Tensor:
     if not isinstance(q, Tensor):
         q = torch.full((), q, dtype=x.dtype, device=x.device)
     require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")
-    q = q.unsqueeze(0) if bdim is None else batch_to_front(q, bdim)
+    q = broadcast_to_front(q, bdim)
     q = q.unsqueeze(1) if q.dim() == 1 else q
     return unit_dims(q, 1, x.dim() - 2)
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
-from tsfunc.ops.dims import batch_to_front, function_name, logical_shape, op_name, unit_dims
+from tsfunc.ops.dims import (
+    broadcast_to_front,
+    function_name,
+    logical_shape,
+    op_name,
+    unit_dims,
+)
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel
 
@@ -146,7 +152,7 @@ def sampled(
 def parameter_rows(x: Tensor, bdim: int | None, shape: Sequence[Any]) -> Tensor:
     """Return a parameter as rows of float64 numbers: one row per example, or one row for all."""
     x = x.detach()
-    x = x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)
+    x = broadcast_to_front(x, bdim)
     x = unit_dims(x, 1, len(shape) - x.dim() + 1)
     return x.expand(x.shape[0], *shape).reshape(x.shape[0], math.prod(shape)).to(torch.float64)
 
@@ -177,7 +183,7 @@ def multinomial(
 
     Without replacement, they have the largest weights after division by exponential numbers.
     """
-    weights = x.detach().unsqueeze(0) if bdim is None else batch_to_front(x.detach(), bdim)
+    weights = broadcast_to_front(x.detach(), bdim)
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
     _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
     _require(
@@ -236,7 +242,7 @@ def of_parameters(
 
 def _with_implicit_gradient(shape: Tensor, bdim: int | None, out: Tensor) -> Tensor:
     """Attach the derivative of gamma numbers by their parameter; torch has its formula."""
-    alpha = shape.unsqueeze(0) if bdim is None else batch_to_front(shape, bdim)
+    alpha = broadcast_to_front(shape, bdim)
     plain = type(alpha) in (Tensor, torch.nn.Parameter)
     if plain and not alpha.requires_grad and forward_ad.unpack_dual(alpha).tangent is None:
         return out

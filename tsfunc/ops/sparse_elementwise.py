@@ -20,7 +20,7 @@ from tsfunc.ops.compressed import (
     of_members,
     with_values,
 )
-from tsfunc.ops.dims import align, batch_to_front, op_name, unit_dims
+from tsfunc.ops.dims import align, batch_to_front, broadcast_to_front, op_name, unit_dims
 from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel
 
@@ -125,7 +125,7 @@ def _combine_with_dense(
     op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Combine a sparse tensor, batch dim first, with a dense tensor that broadcasts to it."""
-    y = batch_to_front(y, q) if q is not None else y.unsqueeze(0)
+    y = broadcast_to_front(y, q)
     if is_compressed(x):
         values = x.values()
         if y.dim() == 1:

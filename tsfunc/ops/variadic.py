@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tsfunc.ops.channels_last import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.dims import (
-    batch_to_front,
     batches_first,
+    broadcast_to_front,
     logical_rank,
     physical_dim,
     unit_dims,
@@ -94,5 +94,5 @@ def broadcast_tensors(
     """Unbatched tensors are broadcast over the batch dim too."""
     pairs = list(zip(args[0], bdims[0], strict=True))
     rank = max([logical_rank(x, bdim) for x, bdim in pairs])
-    leading = [(x.unsqueeze(0) if bdim is None else batch_to_front(x, bdim)) for x, bdim in pairs]
+    leading = [broadcast_to_front(x, bdim) for x, bdim in pairs]
     return op([unit_dims(x, 1, rank + 1 - x.dim()) for x in leading]), 0

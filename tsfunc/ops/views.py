@@ -326,7 +326,7 @@ def as_strided_scatter(
         copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
         x, bdim, offset = copies.copy_(x), 0, offset - begin
     _within(x, bdim, sizes, strides, offset)
-    source = source if bdims[1] is None else batch_to_front(source, bdims[1])
+    source = batch_to_front(source, bdims[1])
     sizes = [x.shape[bdim], *sizes]
     return op(x, source.expand(sizes), sizes, [x.stride(bdim), *strides], offset), bdim
 
