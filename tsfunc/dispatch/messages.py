@@ -130,6 +130,6 @@ def read_of_empty_batch(name: str, level: Level) -> str:
     """Return the message for a Python value that is read from an empty batch."""
     return (
         f"{level.name}, at {user_location()}: {name} asks for a value of each example, but the "
-        f"batch has size 0, so that nothing says which way the function goes. Return early for an "
-        f"empty batch."
+        f"batch has size 0, so no value decides which branch the function takes. Return early for "
+        f"an empty batch."
     )

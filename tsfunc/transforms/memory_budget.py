@@ -49,8 +49,8 @@ def _physical_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         raise RuntimeError(
-            "vmap with chunk_size='auto': this system does not tell how much memory is free. Say "
-            "how much the call may take with memory_budget=."
+            "vmap with chunk_size='auto': this system does not report its free memory. Pass the "
+            "number of bytes that the call may take as memory_budget=."
         ) from None
 
 

@@ -19,7 +19,7 @@ from tsfunc.bridge.batch.selections import (
 )
 from tsfunc.bridge.batch.tracer_indices import masked_items
 from tsfunc.bridge.tracers.function_registry import WRITERS
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
 
 _T = torch.Tensor

@@ -20,7 +20,7 @@ from tsfunc.bridge.batch.selections import (
     together,
 )
 from tsfunc.bridge.tracers.function_registry import Stage
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 
 _T = torch.Tensor
 

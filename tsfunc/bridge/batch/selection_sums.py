@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from tsfunc.bridge.batch.selections import Given, Selection, SelectionRules, named
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
 
 _T = torch.Tensor

@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.shifts import Shift
 from tsfunc.user_code import user_location
 
@@ -122,7 +122,7 @@ def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
             kept.append(item)
         elif tuple(x.shape[dim : dim + count]) == shape:
             places = itertools.product(*map(range, shape))
-            chosen = [at for at in places if functools.reduce(operator.getitem, at, item)]
+            chosen = [place for place in places if functools.reduce(operator.getitem, place, item)]
             kept += map(list, zip(*chosen, strict=True)) if chosen else [[]] * count
         else:
             return None

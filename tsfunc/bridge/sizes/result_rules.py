@@ -19,7 +19,7 @@ from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.user_queries import suppress_guards, suppress_guards_of
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 
 
 @shape_rule("cov", "corrcoef")

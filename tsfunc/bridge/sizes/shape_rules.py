@@ -30,7 +30,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
 # fake results, or NotImplemented to use torch's own rule.

@@ -14,7 +14,7 @@ import torch
 from tsfunc.bridge.sizes.shape_environment import count_of
 from tsfunc.bridge.sizes.shape_rules import is_of_data, known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.dims import wrap_dim
 
 
 def _is_served(x: torch.Tensor, *numbers: Any) -> bool:

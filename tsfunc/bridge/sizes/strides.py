@@ -38,9 +38,9 @@ _CAPTURING = frozenset({"aten::lerp.Scalar"})
 
 
 def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
-    """Return the strides of a pointwise operator's result, if torch's rule has found others.
+    """Return the strides of a pointwise operator's result, if torch's rule gives other ones.
 
-    None as well for other operators, and for symbolic sizes.
+    The answer is None for equal strides, for other operators, and for symbolic sizes.
     """
     contiguous = op.name in _CONTIGUOUS
     if op.row is None or (op.row.rule not in _RULES and not contiguous):
@@ -104,6 +104,7 @@ def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
 
 
 def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
+    """Return the strides of the result of operands with these strides, as TensorIterator does."""
     order = [*reversed(range(len(shape)))]  # the dims from the innermost outwards
 
     def compare(a: int, b: int) -> int:

@@ -10,10 +10,10 @@ operand, or the length of the loop. :class:`PrepareLoops` ensures both.
 NOTE [compiled code on disk]
 torch keeps the code that Inductor made in a directory (``TORCHINDUCTOR_CACHE_DIR``), and finds it
 by the graph and the settings, in later processes too. It does so only if a tracing context has the
-``ShapeEnv`` of the example inputs, which are therefore fake tensors. A graph with an exchange
-between ranks is compiled without: a decomposition of this package replaces the exchange by that of
-a rank, and the decompositions are not a part of what torch finds the code by. A graph that computes
-numbers (NOTE [loops in Inductor]) is compiled without, too.
+``ShapeEnv`` of the example inputs, which are therefore fake tensors. Two kinds of graphs are
+compiled without such a context. In a graph with an exchange between ranks, a decomposition of this
+package replaces the exchange by that of a rank, and torch's key does not contain decompositions.
+The other kind is a graph that computes numbers (NOTE [loops in Inductor]).
 
 Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
 uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by

@@ -43,7 +43,7 @@ def number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tens
         A number, or a symbolic number; None if it is not known.
     """
     try:
-        order = [] if node in made else _leading_to(node, made)
+        order = [] if node in made else _ancestors(node, made)
         if not order or _is_written(node.graph, {*order}):
             return None
         known = _Elements(made)
@@ -56,10 +56,13 @@ def number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tens
         return None
 
 
-def _leading_to(
+def _ancestors(
     node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
 ) -> list[torch.fx.Node] | None:
-    """Return the tensors that a node is computed from, in order; None if there are others."""
+    """Return the nodes that a node is computed from, in order, and the node itself.
+
+    The answer is None if an operator among them is not followed.
+    """
     order: dict[torch.fx.Node, None] = {}
     pending = [node]
     while pending:
@@ -83,7 +86,8 @@ def _leading_to(
 def _is_followed(node: torch.fx.Node) -> bool:
     return (
         node.target is operator.getitem
-        or _name(node) in (*_MAKES, *_MOVES, *_ARITHMETIC, *_FOLDS, "div", "add", "sub", "rsub")
+        or _name(node)
+        in (*_FACTORIES, *_REARRANGEMENTS, *_ARITHMETIC, *_REDUCTIONS, "div", "add", "sub", "rsub")
         or (node.meta.get("op") is not None and node.meta["op"].is_view)
     )
 
@@ -146,16 +150,16 @@ class _Elements:
         if name == "lift_fresh_copy" and isinstance(source, torch.fx.Node) and source in self._made:
             constant = self._made[source]
             return self._new(constant.flatten().tolist(), constant.shape)
-        if name in _MAKES:
-            return self._new([self._number(node.args[_MAKES[name]])], ()).expand(
+        if name in _FACTORIES:
+            return self._new([self._number(node.args[_FACTORIES[name]])], ()).expand(
                 node.meta["val"].shape
             )
-        if name in _FOLDS and len(node.args) == 1 and not node.kwargs:
+        if name in _REDUCTIONS and len(node.args) == 1 and not node.kwargs:
             (x,) = self._operands(node.args)
-            return self._new([_FOLDS[name](self._at(x))], ())
-        if name in _FOLDS:
+            return self._new([_REDUCTIONS[name](self._at(x))], ())
+        if name in _REDUCTIONS:
             raise _Unknown
-        if name in _MOVES or node.meta["op"].is_view:
+        if name in _REARRANGEMENTS or node.meta["op"].is_view:
             return self._moved(node)
         return self._pointwise(self._function(node), self._operands(_operands_of(node)))
 
@@ -258,14 +262,14 @@ def _least(numbers: Sequence[Any]) -> Any:
     return -_largest([-number for number in numbers])
 
 
-# The operators that make tensors of a number, with the position of the number.
-_MAKES: Final = {"full": 1, "scalar_tensor": 0}
-# Those that return the elements of their arguments, and are not views.
-_MOVES: Final = frozenset({
+# The operators that make a tensor of one number, with the position of the number.
+_FACTORIES: Final = {"full": 1, "scalar_tensor": 0}
+# The operators that return the elements of their arguments, and are not views.
+_REARRANGEMENTS: Final = frozenset({
     "alias", "cat", "clone", "contiguous", "detach", "flatten", "lift_fresh", "lift_fresh_copy",
     "repeat", "reshape", "stack",
 })  # fmt: skip
-# Those that compute each element from one element of each operand.
+# The operators that compute each element from one element of each operand.
 _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "mul": operator.mul,
     "neg": operator.neg,
@@ -282,7 +286,10 @@ _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "ge": operator.ge,
 }
 _OF_ONE: Final = frozenset({"neg"})
-# Those that compute one number from all elements.
-_FOLDS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
+# The operators that compute one number from all elements.
+_REDUCTIONS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
     "sum": sum, "prod": math.prod, "max": _largest, "min": _least,
 }  # fmt: skip
+_FOLLOWED: Final = frozenset(
+    {*_FACTORIES, *_REARRANGEMENTS, *_ARITHMETIC, *_REDUCTIONS, "div", "add", "sub", "rsub"}
+)

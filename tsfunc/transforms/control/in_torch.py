@@ -104,7 +104,7 @@ def scan(
     return torch_scan(step, _owned(init), xs, dim, reverse)
 
 
-def over(f: _Function, xs: Any, args: tuple[Any, ...]) -> Any:
+def map_(f: _Function, xs: Any, args: tuple[Any, ...]) -> Any:
     """Call torch's ``map``."""
     return torch_map(lambda x: _owned(f(x, *args)), xs)
 
@@ -151,7 +151,10 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _takes(func: Any, count: int) -> bool | None:
-    """Same as ``arguments.takes``, from the function's code; None if it has none."""
+    """True if a function takes so many arguments, by its code; None if it has none.
+
+    It answers as ``call_forms.takes``, whose ``inspect`` Dynamo does not support.
+    """
     if isinstance(func, functools.partial):
         return _takes(func.func, count + len(func.args))
     code = getattr(func, "__code__", None)

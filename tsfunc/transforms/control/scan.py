@@ -352,7 +352,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
     if torch_records():
-        ys: _Y = in_torch.over(f, xs, args)
+        ys: _Y = in_torch.map_(f, xs, args)
         return ys
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
