@@ -103,24 +103,25 @@ def package_of(frame: FrameType) -> str:
 def is_user_frame(frame: FrameType) -> bool:
     """True if a frame runs code of neither this package nor torch."""
     name = frame.f_globals.get("__name__")
-    if type(name) is str and name in _library_modules:
-        return False
+    of_library = _of_library.get(name) if type(name) is str else None
+    if of_library is not None:
+        return not of_library
     package = package_of(frame)
-    if package in _PACKAGES:
-        _library_modules.add(name)
-        return False
-    return package != "" or not frame.f_code.co_filename.startswith(GENERATED)
+    if package == "":
+        return not frame.f_code.co_filename.startswith(GENERATED)
+    _of_library[name] = package in _PACKAGES
+    return not _of_library[name]
 
 
-_library_modules: set[Any] = set()  # the names of modules of these packages, as they are found
+_of_library: dict[Any, bool] = {}  # by names of modules, as they are found
 
 
 def user_frame() -> FrameType:
     """Return the innermost frame outside this package and torch; else the outermost frame."""
-    frame, known = sys._getframe(1), _library_modules
+    frame, known = sys._getframe(1), _of_library
     while (back := frame.f_back) is not None:
         # A trace comes here for every operator, below ten frames of libraries.
-        if frame.f_globals.get("__name__") not in known and is_user_frame(frame):
+        if not known.get(frame.f_globals.get("__name__")) and is_user_frame(frame):
             break
         frame = back
     return frame

@@ -263,7 +263,8 @@ class RepeatedCalls:
             return None
         positions = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
         try:
-            given = [_with_operands(arg, positions) for arg in args]
+            given = [_with_operands(list(arg) if type(arg) is tuple else arg, positions)
+                     for arg in args]  # fmt: skip
             named = {name: _with_operands(arg, positions) for name, arg in kwargs.items()}
             values = [x.value for x in results] if container else results.value
             with DisableTorchFunction():

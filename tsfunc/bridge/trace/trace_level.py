@@ -471,7 +471,7 @@ def record_call(
 
     nodes = [map_items(node_of, arg) for arg in args]
     named = {name: map_items(node_of, arg) for name, arg in kwargs.items()}
-    node = _record_node(op, nodes, named, tracks, level)
+    node = _record_node(op, _as_lists(nodes), named, tracks, level)
     fresh = level.symbols.fresh()
     recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
     if fresh:
@@ -492,7 +492,7 @@ def record_on_nodes(
 
     Args:
         op: the operator.
-        args, kwargs: its arguments, with nodes for tensors.
+        args, kwargs: its arguments, with nodes for tensors, and lists for tuples.
         results: its results on fake values.
         any_tracks: True if autograd tracks one of its tensors.
         level: the level of the trace.
@@ -511,7 +511,7 @@ def _record_node(
     tracks: bool,
     level: TraceLevel,
 ) -> torch.fx.Node:
-    node = level.record(op.overload, _as_lists(args), kwargs)
+    node = level.record(op.overload, args, kwargs)
     node.meta["op"] = op
     if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
         node.meta["no_grad"] = True

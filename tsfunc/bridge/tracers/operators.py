@@ -97,6 +97,7 @@ class TorchOperator(Operator):
         "keywords",
         "out_names",
         "overload",
+        "packet",
         "plans",
         "random",
         "reshapes",
@@ -121,6 +122,7 @@ class TorchOperator(Operator):
         super().__init__(name, overload)
         self.outward = overload  # torch itself brings the call to the outer levels
         self.overload = overload
+        self.packet: str = overload.overloadpacket.__name__  # without namespace and overload
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         # True if its rule also gets calls without batched arguments, as far as `needs_rule` says.

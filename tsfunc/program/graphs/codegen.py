@@ -53,7 +53,7 @@ class SourceNames:
     def of_operator(self, function: Any, op: TorchOperator) -> str:
         """Return the name of a function that runs an operator."""
         known = self._known.get(id(function))
-        return known or self.of(function, op.overload.overloadpacket.__name__)
+        return known or self.of(function, op.packet)
 
     def of(self, value: Any, wanted: str) -> str:
         known = self._known.get(id(value))

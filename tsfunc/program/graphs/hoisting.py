@@ -236,7 +236,7 @@ def _may_be_hoisted(node: torch.fx.Node, aliases: Aliases) -> bool:
         and is_pure(node)
         and not communicates(node)
         and not node.meta.get("reads_data")
-        and op.overload.overloadpacket.__name__ not in UNDEFINED
+        and op.packet not in UNDEFINED
     )
 
 

@@ -126,7 +126,7 @@ def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
             continue
         if "call" in node.meta:  # a class's handler gets this call
             continue
-        name = op.overload.overloadpacket.__name__
+        name = op.packet
         if name not in _ITSELF and name not in _EQUAL:
             continue
         arguments = {
@@ -376,12 +376,12 @@ def is_computable(node: torch.fx.Node) -> bool:
         isinstance(op, TorchOperator)
         and isinstance(node.meta.get("val"), torch.Tensor)
         and is_pure(node)
-        and op.overload.overloadpacket.__name__ not in UNDEFINED
+        and op.packet not in UNDEFINED
     )
 
 
 def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
-    if not values.keys() >= set(node.all_input_nodes):
+    if not all(map(values.__contains__, node.all_input_nodes)):
         return False
     value = node.meta.get("val")
     return (
