@@ -435,7 +435,7 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
         elif frame.f_code.co_filename.startswith(GENERATED):
             locations = frame.f_globals.get(LOCATIONS, {})
             location = locations.get(line)
-            # A program that was loaded from a file has its lines as strings.
+            # The lines of a program that was loaded from a file are in the note.
             shown = isinstance(location, Location) and bool(location.file)
             if shown and not location.file.startswith(_HIDDEN):
                 kept.append(_frame_at(location))
@@ -476,10 +476,14 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
     """
     if sys.version_info < (3, 11):
         return
-    where = ""
+    where = recorded = ""
     hidden = 0
     after_library = is_users = False
-    for (frame, _, _), keep in _kept(_steps(error.__traceback__)):
+    for (frame, _, line), keep in _kept(_steps(error.__traceback__)):
+        if frame.f_code.co_filename.startswith(GENERATED):
+            location = frame.f_globals.get(LOCATIONS, {}).get(line)
+            # A program that was loaded from a file has its lines as strings.
+            recorded = location if isinstance(location, str) else recorded
         if not keep:
             hidden += 1
             after_library = True
@@ -489,8 +493,9 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
             where, is_users, after_library = _where(frame), True, False
     if not where and (given := hooks.describe_arguments.provided(arguments().items())):
         where = f", called with {given}"
+    at = f"the operator was traced at {recorded}\n" if recorded else ""
     error.add_note(
-        f"raised in {spelling}{where}\n"
+        f"raised in {spelling}{where}\n{at}"
         f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -153,6 +154,26 @@ def test_an_error_of_a_program_is_at_the_users_line() -> None:
     assert not [frame for frame in found if "<tsfunc" in frame.filename]
     assert (found[-1].filename, found[-1].name) == (__file__, "model")
     assert found[-1].line is not None and found[-1].line.startswith("return table(doubled)")
+
+
+def test_an_error_of_a_loaded_program_notes_the_users_line(tmp_path: Path) -> None:
+    """The file of the code may be elsewhere, so that no frame shows it."""
+
+    def rows(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        doubled = i * 2
+        return x[doubled].sum()
+
+    s = specialize(rows)
+    s(torch.ones(3, 2), torch.tensor([0, 1]))
+    s.save(tmp_path / "rows.tsf")
+    program = tsfunc.load(tmp_path / "rows.tsf")
+    error = raised(lambda: program(torch.ones(3, 2), torch.tensor([0, 9])))
+    assert isinstance(error, IndexError)
+    assert frames(error)[-1].filename == __file__
+    (note,) = vars(error)["__notes__"]
+    line = inspect.getsourcelines(rows)[1] + 2
+    where = f"the operator was traced at {Path(__file__).name}:{line}"
+    assert f"{where}  return x[doubled].sum()\n" in note
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's import
