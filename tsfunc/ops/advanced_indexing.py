@@ -50,16 +50,16 @@ def _is_mask(index: Any) -> bool:
 def _without_masks(indices: Sequence[Any], bdims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Replace each unbatched mask by the integer indices of its True elements."""
     kept: list[Any] = []
-    found_dims: list[Any] = []
+    kept_bdims: list[Any] = []
     for index, bdim in zip(indices, bdims, strict=True):
         if _is_mask(index):
             positions = index.nonzero().unbind(1)
             kept += positions
-            found_dims += [None] * len(positions)
+            kept_bdims += [None] * len(positions)
         else:
             kept.append(index)
-            found_dims.append(bdim)
-    return kept, found_dims
+            kept_bdims.append(bdim)
+    return kept, kept_bdims
 
 
 def _masks_fit(x: Tensor, bdim: int | None, indices: Sequence[Any], bdims: Sequence[Any]) -> bool:
@@ -140,16 +140,16 @@ def _mask_positions(
     ]
     positions = iter(nonzeros(op, level, masks))
     kept: list[Any] = []
-    found_dims: list[Any] = []
+    kept_bdims: list[Any] = []
     for index, bdim in zip(indices, bdims, strict=True):
         if _is_mask(index) and bdim is not None:
             integers = next(positions).unbind(2)
             kept += integers
-            found_dims += [0] * len(integers)
+            kept_bdims += [0] * len(integers)
         else:
             kept.append(index)
-            found_dims.append(bdim)
-    return kept, found_dims
+            kept_bdims.append(bdim)
+    return kept, kept_bdims
 
 
 def _batched_mask(indices: Sequence[Any], bdims: Sequence[Any]) -> bool:
@@ -234,18 +234,18 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> 
     """
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
-    index_dims = bdims[1] or [None] * len(indices)
-    if not _masks_fit(x, 0, indices, index_dims):
+    index_bdims = bdims[1] or [None] * len(indices)
+    if not _masks_fit(x, 0, indices, index_bdims):
         return raise_as_one_example(op, bdims, args, {})
     first = _one_mask(indices)
-    if first is not None and index_dims[first] is None:
+    if first is not None and index_bdims[first] is None:
         # If there is one value for each True element, their number is not compared with 1.
         rank = x.dim() - 1 - indices[first].dim()
         first = None if logical_rank(values, bdims[2]) > rank - first else first
     if first is None:
-        if _batched_mask(indices, index_dims):
+        if _batched_mask(indices, index_bdims):
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"
-            indices, named = _mask_positions(op, level, indices, index_dims, instead)
+            indices, named = _mask_positions(op, level, indices, index_bdims, instead)
             args, bdims = [args[0], indices, *args[2:]], [bdims[0], named, *bdims[2:]]
         out = _write(op, x, bdims, args)
         return x if inplace else out
@@ -253,7 +253,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> 
     count = math.prod(logical_shape(values, bdims[2]))
     if values.dtype is not x.dtype and (adds or count != 1):  # torch casts one value
         return raise_as_one_example(op, bdims, args, {})
-    mask, bdim = indices[first].bool(), index_dims[first]
+    mask, bdim = indices[first].bool(), index_bdims[first]
     mask = broadcast_to_front(mask, bdim)
     mask, values = _masked_values(x, first, mask, values, bdims[2])
     if adds:

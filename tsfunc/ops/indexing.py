@@ -208,13 +208,13 @@ def index_fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
 
 
 def _filled(
-    op: Any, x: Tensor, dim: int, index: Tensor, value: Any, value_dim: int | None
+    op: Any, x: Tensor, dim: int, index: Tensor, value: Any, value_bdim: int | None
 ) -> Tensor:
     """index_fill with an index or a value for each example.
 
     A mask selects the elements, so that a repeated index counts once in the gradient of the value.
     """
-    if value_dim is not None:
+    if value_bdim is not None:
         value = value.view(-1, *[1] * (x.dim() - 1))
     mask = _index_mask(x, dim, index)
     if isinstance(value, Tensor):

@@ -32,6 +32,9 @@ A rule is ``rule(op, level, bdims, args, kwargs) -> (out, out_dims)``.
     has either a tuple with one entry each, or one entry for all. Results that are not tensors
     are returned unchanged.
 
+In the code of rules ``bdim`` is the batch dim of the first tensor or of the result, and ``p``,
+``q``, ``r`` and so on are those of other tensors.
+
 A rule does not check its input again, leaves dims where they are, calls one batched kernel, and
 writes into its arguments only if the operator does. An in-place row returns ``args[0]``. The calls
 of torch that a rule makes depend on the arguments' metadata and on those that are not tensors; a

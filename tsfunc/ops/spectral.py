@@ -135,10 +135,10 @@ def _with_windows(x: Tensor, window: Tensor, rest: Sequence[Any]) -> Tensor:
 def istft(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The examples of a shared window are more channels; torch checks the window's values."""
     x, *rest = args
-    window_dim = bdims[4] if len(bdims) > 4 else None
-    if window_dim is not None:
+    window_bdim = bdims[4] if len(bdims) > 4 else None
+    if window_bdim is not None:
         size = level.batch_size
-        window = expand_to_front(args[4], window_dim, size)
+        window = expand_to_front(args[4], window_bdim, size)
         return _with_windows(expand_to_front(x, bdims[0], size), window, rest), 0
     x = batch_to_front(x, bdims[0])
     if x.dim() == 3:
