@@ -132,6 +132,9 @@ BY_CONSTANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor
     "cross entropy with weights of the positive": lambda x, w, reduction: (
         F.binary_cross_entropy_with_logits(x, SHARES, w.cos(), pos_weight=w, reduction=reduction)
     ),
+    "soft margin": lambda x, w, reduction: F.soft_margin_loss(
+        x, w.expand(3, 4).cos(), reduction=reduction
+    ),
     "logarithmic likelihood": lambda x, w, reduction: F.nll_loss(
         x, TARGETS, w, reduction=reduction, ignore_index=0
     ),

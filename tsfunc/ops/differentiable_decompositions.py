@@ -121,6 +121,21 @@ def copysign(x: Tensor, y: Tensor | float) -> Any:
     return torch.where(x == 0, out.detach(), out).to(torch.result_type(x, y))
 
 
+def xlogy(x: Tensor, y: Tensor) -> Tensor:
+    """``aten::xlogy`` of a constant y; where y is not positive, the derivative at zero is zero."""
+    return x * torch.where((x == 0) & (y <= 0), 1, y).log()
+
+
+def xlog1py(x: Tensor, y: Tensor) -> Tensor:
+    """``aten::special_xlog1py`` of a constant y, by the rule of ``xlogy``."""
+    return x * torch.where((x == 0) & (y <= -1), 0, y).log1p()
+
+
+def addcdiv(x: Tensor, y: Tensor, z: Tensor, *, value: float = 1) -> Tensor:
+    """``aten::addcdiv``."""
+    return x + y / z * value
+
+
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """``aten::glu``."""
     half = x.shape[dim] // 2
@@ -337,6 +352,11 @@ def binary_cross_entropy_with_logits(
     return _reduced(losses if weight is None else losses * weight, reduction)
 
 
+def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """``aten::soft_margin_loss``."""
+    return _reduced(-functional.logsigmoid(target * x), reduction)
+
+
 def _reduced(losses: Tensor, reduction: int) -> Tensor:
     """Return losses after torch's reduction 0 (none), 1 (mean) or 2 (sum)."""
     if reduction == 0:
@@ -494,11 +514,19 @@ PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # torch has no derivative of attention by its mask, and no tangents.
 MASKED: dict[str, Callable[..., Any]] = attention_decompositions.MASKED
-# torch takes the weights and statistics (the arguments after the second or third) for constants:
+# torch's tangent formulas divide a product with the tangent of the operand at this place, which is
+# zero for a constant, by that operand, which can be zero.
+QUOTIENTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "aten::xlogy.Tensor": (xlogy, 1),
+    "aten::special_xlog1py": (xlog1py, 1),
+    "aten::addcdiv": (addcdiv, 2),
+}
+# torch takes weights, statistics and a target (the arguments after the first ones) for constants:
 # its reverse mode refuses them, and its forward mode ignores their tangents.
 WEIGHTED: dict[str, tuple[Callable[..., Any], int]] = {
     "aten::binary_cross_entropy": (binary_cross_entropy, 2),
     "aten::binary_cross_entropy_with_logits": (binary_cross_entropy_with_logits, 2),
+    "aten::soft_margin_loss": (soft_margin_loss, 1),
     "aten::nll_loss_forward": (nll_loss, 2),
     "aten::nll_loss2d_forward": (nll_loss, 2),
     "aten::nll_loss_backward": (nll_loss_backward, 3),
