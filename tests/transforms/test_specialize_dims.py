@@ -153,3 +153,19 @@ def test_lowered_ahead_of_any_call(meta: Meta, x: Tensor) -> None:
     s.lower({"x": meta})
     assert s(x).equal(2 * x) and s(x).stride() == x.stride()
     assert s.cache_info().programs == 1
+
+
+@pytest.mark.parametrize("name", ["addcmul_", "addcdiv_", "lerp_"])
+def test_in_place_operators_broadcast_to_symbolic_sizes(name: str) -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = getattr(x.clone(), name)(y, x[:1])
+        return out
+
+    s = specialize(f, {"x": Meta(["n", 2]), "y": Meta([2])})
+    y = torch.rand(2, dtype=torch.float64) + 1
+    for n in (3, 5, 2):
+        x = torch.rand(n, 2, dtype=torch.float64) + 1
+        torch.testing.assert_close(s(x, y), f(x, y))
+    assert s.cache_info().programs == 1
+    with pytest.raises(RuntimeError, match="must match|match the broadcast shape"):
+        specialize(lambda x: getattr(x.clone(), name)(x[None], x), {"x": Meta(["n"])})(y)

@@ -357,6 +357,14 @@ def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     return _reduced(-functional.logsigmoid(target * x), reduction)
 
 
+def soft_margin_loss_backward(
+    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1
+) -> Tensor:
+    """``aten::soft_margin_loss_backward``."""
+    pulled = -grad * target * torch.sigmoid(-target * x)
+    return pulled / x.numel() if reduction == 1 else pulled
+
+
 def _reduced(losses: Tensor, reduction: int) -> Tensor:
     """Return losses after torch's reduction 0 (none), 1 (mean) or 2 (sum)."""
     if reduction == 0:
@@ -527,6 +535,7 @@ WEIGHTED: dict[str, tuple[Callable[..., Any], int]] = {
     "aten::binary_cross_entropy": (binary_cross_entropy, 2),
     "aten::binary_cross_entropy_with_logits": (binary_cross_entropy_with_logits, 2),
     "aten::soft_margin_loss": (soft_margin_loss, 1),
+    "aten::soft_margin_loss_backward": (soft_margin_loss_backward, 2),
     "aten::nll_loss_forward": (nll_loss, 2),
     "aten::nll_loss2d_forward": (nll_loss, 2),
     "aten::nll_loss_backward": (nll_loss_backward, 3),

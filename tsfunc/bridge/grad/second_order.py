@@ -22,10 +22,10 @@ differentiates by such an argument. Reverse mode alone raises torch's error.
 
 The tangent formula of a power multiplies the tangent of the exponent by the logarithm of the base.
 torch gives an exponent without a tangent a lazy zero, whose product is zero even if the base is
-negative. In a program the zero has memory (NOTE [lazy zeros] in ``zero_tangents``), and so have
-derivatives of the product, which would be NaN. The tangents of such a power come from its pullback,
-which leaves the exponent out. ``xlogy`` and ``addcdiv`` of a constant, which may be zero, are
-rewritten for the same reason.
+negative. At a level the product has memory (NOTE [lazy zeros] in ``zero_tangents``), and its
+derivatives would be NaN. The tangents of such a power come from its pullback, which leaves the
+exponent out. The formulas of ``xlogy`` and ``addcdiv`` divide such a product. If a constant, which
+may be zero, is the divisor, they are rewritten.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean

@@ -6,9 +6,9 @@ before those of tracers. The product of a lazy zero and any tensor is a lazy zer
 tensor has an infinite element: an argument without a tangent contributes nothing. A product of a
 lazy zero and a tracer would be a plain tensor too, recorded as computed from the tracer, which a
 graph outside of the tracer's level then keeps. A pullback that ``vmap`` maps, of a function that
-calls ``jvp``, makes such products. Here a call on a lazy zero and a tracer goes to the tracer.
-``vmap`` calls the operator on the lazy zero and the batched value, and its result is a tracer of a
-lazy zero. The tracers of other transforms get zeros in memory.
+calls ``jvp``, makes such products. Here lazy zeros that meet a tracer become plain zeros, and the
+call goes to the tracer. A result that is zero is a tracer of plain zeros, which quotients of it are
+not: they are rewritten (``QUOTIENTS`` in ``ops/differentiable_decompositions``).
 
 Private names used here (torch 2.13 and 2.14): ``Tensor._is_zerotensor`` recognizes lazy zeros.
 """
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels
 from tsfunc.bridge.tracers.tracer import Tracer
 
@@ -70,8 +69,8 @@ def _call_on_lazy_zero(
     if not any(zeros):  # C++ hands Python numbers, lazy zeros among them, to Python as numbers
         zeros = [not isinstance(value, torch.Tensor) for value in operands]
     zero = any(zeros[place] for place in decisive)
-    if zero and len(tensors) == 2 and isinstance(tracers[0], BatchTracer):
-        return overload.redispatch(keys & rest, x, y, *args, **kwargs)
+    if zero and len(tensors) == 2 and x.shape == y.shape and x.dtype == y.dtype:
+        return torch.zeros_like(tracers[0])
     materialized = _materialized(x), _materialized(y)
     if len(tensors) == 2:
         out = overload.redispatch(keys & rest, *materialized, *args, **kwargs)

@@ -56,10 +56,14 @@ def _in_place(functional: Any) -> Callable[..., Any]:
     """
 
     def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
-        made = functional(x, *args, **kwargs)
+        tensors = [value for value in (x, *args) if isinstance(value, torch.Tensor)]
+        # The functional operator checks dtypes; it does not broadcast symbolic sizes.
+        ones = [new_like(t, [1] * t.dim()) for t in tensors]
+        functional(*ones, *args[len(tensors) - 1 :], **kwargs)
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         torch._check(
-            torch.broadcast_shapes(made.shape, x.shape) == x.shape,
-            lambda: f"output with shape {x.shape} doesn't match the broadcast shape {made.shape}",
+            torch.broadcast_shapes(shape, x.shape) == x.shape,
+            lambda: f"output with shape {x.shape} doesn't match the broadcast shape {shape}",
         )
         return x
 

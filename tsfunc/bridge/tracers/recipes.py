@@ -126,8 +126,6 @@ class _Recorder(TorchDispatchMode):
 
 def _storage_of(tensor: torch.Tensor) -> int:
     with DisableTorchFunction():
-        if tensor._is_zerotensor():  # NOTE [lazy zeros] in ``zero_tangents``
-            return -1
         return tensor.untyped_storage().data_ptr()
 
 
