@@ -610,3 +610,13 @@ def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.la
     swapped = torch.nested.as_nested_tensor(directions[::-1], layout=layout)
     with pytest.raises(RuntimeError, match="must be the same"):
         tsfunc.jvp(torch.sin, (primal,), (swapped,))
+
+
+def test_a_copied_view_takes_tangents_that_have_no_such_view() -> None:
+    def f(x: Tensor) -> Tensor:
+        out: Tensor = torch.view_copy(x.sin().t(), (12,))
+        return out
+
+    same(jvp(f, (X,), (Y,))[1], (X.cos() * Y).t().reshape(12))
+    batch = vmap(lambda x: jvp(f, (x,), (x.cos(),))[1])(torch.stack([X, Y]))
+    same(batch[0], (X.cos() * X.cos()).t().reshape(12))

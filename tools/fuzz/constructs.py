@@ -492,7 +492,8 @@ def _written(d: Draw, min_rank: int = 0) -> str:
         f"{x}.new_ones({x}.shape)",
         f"torch.cat([{x}.unsqueeze(0), {x}.sin().unsqueeze(0)])",
         f"{x}.transpose(0, -1).clone()" if d.shape(x) else f"{x}.clone()",
-        f"{x}.permute({tuple(reversed(range(len(d.shape(x)))))}).contiguous()",
+        f"{x}.permute({tuple(reversed(range(len(d.shape(x)))))})"
+        ".clone(memory_format=torch.contiguous_format)",
     )
     return d.let(made)
 

@@ -512,6 +512,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 # The fused kernels of attention have no formula for tangents.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
+    "aten::view_copy": lambda x, size: x.reshape(size).clone(),  # torch views the tangent
     **{
         name: form
         for name, form in attention_decompositions.FORWARD.items()
