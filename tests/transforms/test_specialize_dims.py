@@ -167,5 +167,5 @@ def test_in_place_operators_broadcast_to_symbolic_sizes(name: str) -> None:
         x = torch.rand(n, 2, dtype=torch.float64) + 1
         torch.testing.assert_close(s(x, y), f(x, y))
     assert s.cache_info().programs == 1
-    with pytest.raises(RuntimeError, match="must match|match the broadcast shape"):
+    with pytest.raises(RuntimeError, match=r"must match|match the broadcast shape"):
         specialize(lambda x: getattr(x.clone(), name)(x[None], x), {"x": Meta(["n"])})(y)
