@@ -195,6 +195,11 @@ IN_ONE_GRAPH: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "jacrev made outside": lambda w, x: ROWS(w),
     "jacfwd": lambda w, x: tsfunc.jacfwd(torch.sin)(w),
     "hessian": lambda w, x: tsfunc.hessian(scalar)(w),
+    "hvp": lambda w, x: tsfunc.hvp(scalar, (w,), (w.cos(),)),
+    "hvp by several arguments": lambda w, x: tsfunc.hvp(
+        lambda a, b: (a * b.sin()).sum(), (x, x + 1), (x.cos(), x)
+    ),
+    "vmap(hvp)": lambda w, x: tsfunc.vmap(lambda e: tsfunc.hvp(scalar, (e,), (e,)))(x),
     "functional_call": lambda w, x: tsfunc.vmap(tsfunc.grad(module_loss), (None, 0))(PARAMETERS, x),
 }
 
@@ -229,7 +234,6 @@ BREAKING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "axis_name": lambda w, x: tsfunc.vmap(lambda x: tsfunc.psum(x, "i"), axis_name="i")(x) + 1,
     "memory_budget": lambda w, x: tsfunc.jacrev(torch.sin, memory_budget=2**20)(w) + 1,
     "linearize": lambda w, x: tsfunc.linearize(torch.sin, x)[1](x) + 1,
-    "hvp": lambda w, x: tsfunc.hvp(scalar, (w,), (w,)),
     "custom_vjp": lambda w, x: SQUARES["custom_vjp"](x) + 1,
     "custom_jvp": lambda w, x: SQUARES["custom_jvp"](x) + 1,
     "custom_vmap": lambda w, x: SQUARES["custom_vmap"](x) + 1,

@@ -48,7 +48,7 @@ def stop_gradient(tree: _Tree) -> _Tree:
     return stopped
 
 
-@boundary("hvp")
+@boundary("hvp", traceable=True)
 def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     """Return the product of a function's Hessian with a vector, without the Hessian.
 

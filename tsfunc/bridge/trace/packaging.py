@@ -25,7 +25,9 @@ def write_aoti_package(program: torch.export.ExportedProgram, path: str | os.Pat
     """
     from torch._inductor import aoti_compile_and_package
 
-    aoti_compile_and_package(program, package_path=os.fspath(path))
+    with warnings.catch_warnings():  # torch's pytrees warn about themselves
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+        aoti_compile_and_package(program, package_path=os.fspath(path))
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
