@@ -177,6 +177,18 @@ def test_tangents_of_running_statistics(name: str) -> None:
     _check_constants(BY_STATISTICS[name])
 
 
+def test_statistics_with_tangents_in_training() -> None:
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+    def normed(mean: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(X, mean, var, training=True)
+
+    out, tangent = tsfunc.jvp(normed, (mean,), (mean + 1,))
+    torch.testing.assert_close(out, F.batch_norm(X, None, None, training=True))
+    assert not tangent.any()
+    torch.testing.assert_close(mean, 0.1 * X.mean(0))
+
+
 def _check_constants(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     w = torch.rand(4, dtype=torch.float64) + 0.5
     for tangents in ((X * 0, w.sin()), (X.cos(), w.sin())):

@@ -184,8 +184,9 @@ def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *r
     """Batch norm, also with the arguments of operators that update statistics."""
     training, momentum, eps = rest if len(rest) == 3 else (True, *rest)
     if training:
-        if mean is not None:  # updates the running statistics
-            torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
+        if mean is not None:  # updates the running statistics, whose tangents are left
+            running = mean.detach(), var.detach()
+            torch.native_batch_norm(x.detach(), None, None, *running, True, momentum, eps)
         return batch_norm(x, weight, bias, eps)
     if mean is None or var is None:
         return NotImplemented
