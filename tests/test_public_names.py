@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "public.md").read_text()
 LISTED = ("custom_derivatives debug dispatch ops program rage testing types").split()
 BY_NAME = "checkpoint_policies errors pytrees".split()
 # A package, or a module directly below the package, whose docstring says that it is private.
-PRIVATE = "bridge cli config doctor releases transforms user_code".split()
+PRIVATE = "bridge cli config doctor hooks releases transforms user_code".split()
 # Modules inside of public packages that are public themselves.
 PARTS = {"testing.strategies", "testing.pytest_plugin"}
 

@@ -1,4 +1,4 @@
-"""Hooks: the functions of higher packages that lower packages call.
+"""Hooks: the functions of higher packages that lower packages call. This module is private.
 
 NOTE [hooks]
 Imports go down the list of packages only. Where a package needs a function of a higher one, it

@@ -121,21 +121,6 @@ def copysign(x: Tensor, y: Tensor | float) -> Any:
     return torch.where(x == 0, out.detach(), out).to(torch.result_type(x, y))
 
 
-def xlogy(x: Tensor, y: Tensor) -> Tensor:
-    """``aten::xlogy`` of a constant y; where y is not positive, the derivative at zero is zero."""
-    return x * torch.where((x == 0) & (y <= 0), 1, y).log()
-
-
-def xlog1py(x: Tensor, y: Tensor) -> Tensor:
-    """``aten::special_xlog1py`` of a constant y, by the rule of ``xlogy``."""
-    return x * torch.where((x == 0) & (y <= -1), 0, y).log1p()
-
-
-def addcdiv(x: Tensor, y: Tensor, z: Tensor, *, value: float = 1) -> Tensor:
-    """``aten::addcdiv``."""
-    return x + y / z * value
-
-
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """``aten::glu``."""
     half = x.shape[dim] // 2
@@ -524,13 +509,6 @@ PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # torch has no derivative of attention by its mask, and no tangents.
 MASKED: dict[str, Callable[..., Any]] = attention_decompositions.MASKED
-# torch's tangent formulas divide a product with the tangent of the operand at this place, which is
-# zero for a constant, by that operand, which can be zero.
-QUOTIENTS: dict[str, tuple[Callable[..., Any], int]] = {
-    "aten::xlogy.Tensor": (xlogy, 1),
-    "aten::special_xlog1py": (xlog1py, 1),
-    "aten::addcdiv": (addcdiv, 2),
-}
 # torch takes weights, statistics and a target (the arguments after the first ones) for constants:
 # its reverse mode refuses them, and its forward mode ignores their tangents.
 WEIGHTED: dict[str, tuple[Callable[..., Any], int]] = {

@@ -98,17 +98,27 @@ PyObject* replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // registrations._zero_tangent.
 void zero_tangent(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  bool any = false;
+  {
+    py::gil_scoped_acquire gil;
+    Owned state = current_state();
+    PyObject* levels = slot(state.get(), slots.levels);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(levels); ++i)
+      any |= PyObject_IsInstance(PyTuple_GET_ITEM(levels, i), names.tracer_level) == 1;
+  }
+  if (!any) {
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+        stack);
+    return;
+  }
   static auto zeros = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zeros", "");
   const c10::IValue& size = torch::jit::peek(*stack, 0, op.schema().arguments().size());
-  for (const c10::IValue& n : size.toListRef()) {
-    if (!n.isInt()) {
-      zeros.callBoxed(stack);
-      return;
-    }
-  }
-  op.redispatchBoxed(
-      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
-      stack);
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+  if (size.toListRef().empty())
+    guard.emplace(c10::DispatchKeySet(
+        {c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::VmapMode}));
+  zeros.callBoxed(stack);
 }
 
 PyObject* install_zero_tangent(PyObject*, PyObject*) {

@@ -22,10 +22,9 @@ differentiates by such an argument. Reverse mode alone raises torch's error.
 
 The tangent formula of a power multiplies the tangent of the exponent by the logarithm of the base.
 torch gives an exponent without a tangent a lazy zero, whose product is zero even if the base is
-negative. At a level the product has memory (NOTE [lazy zeros] in ``zero_tangents``), and its
-derivatives would be NaN. The tangents of such a power come from its pullback, which leaves the
-exponent out. The formulas of ``xlogy`` and ``addcdiv`` divide such a product. If a constant, which
-may be zero, is the divisor, they are rewritten.
+negative. At a level the zero has memory (NOTE [the factory keys]), and the product would be NaN;
+and so would be its derivative. The tangents of such a power come from its pullback, which leaves
+the exponent out.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
@@ -69,7 +68,6 @@ from tsfunc.ops.differentiable_decompositions import (
     MASKED,
     NESTED_DECOMPOSED,
     PUSHED_DECOMPOSED,
-    QUOTIENTS,
     TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
     WEIGHTED,
@@ -124,11 +122,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
             ({name: form}, functools.partial(_differentiates_after, count), False)
             for name, (form, count) in WEIGHTED.items()
         ],
-        (_POWERS, functools.partial(_has_constant, 1), True),
-        *[
-            ({name: form}, functools.partial(_has_constant, place), True)
-            for name, (form, place) in QUOTIENTS.items()
-        ],
+        (_POWERS, _has_constant_exponent, True),
         (
             BACKWARD_DECOMPOSED,
             lambda x: _recorded(x) or _has_tangent_and_is_differentiated(x),
@@ -165,12 +159,12 @@ def _any(conditions: Sequence[_Condition], values: Sequence[Any]) -> bool:
     return any(applies(values) for applies in conditions)
 
 
-def _has_constant(place: int, values: Sequence[Any]) -> bool:
-    """True if arguments before this place have tangents and the one there has none, at a level."""
-    before, constant = values[:place], values[place]
-    if not _has_tangent(before) or _has_tangent([constant]):
+def _has_constant_exponent(values: Sequence[Any]) -> bool:
+    """True if the base of a power has a tangent and the exponent has none, beside a transform."""
+    base, exponent = values[:2]
+    if not _has_tangent([base]) or _has_tangent([exponent]):
         return False
-    return bool(current_levels()) or _recorded(before)
+    return bool(current_levels()) or _recorded([base])
 
 
 def _inplace_name(name: str) -> str:

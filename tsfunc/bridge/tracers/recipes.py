@@ -126,8 +126,6 @@ class _Recorder(TorchDispatchMode):
 
 def _storage_of(tensor: torch.Tensor) -> int:
     with DisableTorchFunction():
-        if tensor._is_zerotensor():  # a lazy zero of forward mode, whose metadata alone are read
-            return -1
         return tensor.untyped_storage().data_ptr()
 
 

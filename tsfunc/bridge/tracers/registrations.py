@@ -225,10 +225,17 @@ def _random_out_kernel(overload: Any, key: str) -> Callable[..., Any]:
 
 
 def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
-    """Make forward mode's lazy zeros, which can't have symbolic sizes."""
-    if all(type(n) is int for n in size):
+    """Replace forward mode's lazy zeros, whose kernels treat a tracer as a tensor with storage.
+
+    C++ makes the tangent of a Python number from such zeros and reads it as a number, so 0-dim
+    zeros must be plain tensors.
+    """
+    if not any(isinstance(level, TracerLevel) for level in current_levels()):
         lazy = torch.ops.aten._efficientzerotensor.default
         return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
+    if not size:
+        with without_factory_keys():
+            return torch.ops.aten.zeros.default(size, **kwargs)
     return torch.ops.aten.zeros.default(size, **kwargs)
 
 

@@ -412,7 +412,7 @@ def check_bodies(label: str, updates: Updates, leaves: Sequence[Any], level: Tra
             )
 
 
-_TRACER = "TraceTracer(%"  # the text of a tensor in a trace
+_TRACER = "TraceTracer("  # the text of a tensor in a trace
 
 # Errors of torch about symbolic numbers, and the unsupported use that each is about.
 _NO_SYMBOLS = {
