@@ -222,11 +222,13 @@ def test_chunks_with_several_arguments() -> None:
 
 
 def test_an_operator_without_a_rule_warns_once() -> None:
-    @torch.library.custom_op("tsfunc_tests::halved", mutates_args=())
+    @torch.library.custom_op("tsfunc_tests::halved_once", mutates_args=())
     def halved(x: Tensor) -> Tensor:
         return x / 2
 
-    with pytest.warns(SlowFallbackWarning, match="batching rule for tsfunc_tests::halved") as seen:
+    with pytest.warns(
+        SlowFallbackWarning, match="batching rule for tsfunc_tests::halved_once"
+    ) as seen:
         for _ in range(3):
             same(vmap(halved)(X), X / 2)
             same(vmap(vmap(halved))(torch.stack([X, X])), torch.stack([X, X]) / 2)

@@ -56,13 +56,14 @@ def _normalized(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor normalized by statistics of its channels, and the scale of each channel."""
     scale = (var + eps).rsqrt()
+    out = (x - _column(mean, x)) * _column(scale, x)
+    out = out if weight is None else out * _column(weight, x)
+    return out if bias is None else out + _column(bias, x), scale
 
-    def column(v: Tensor) -> Tensor:
-        return v.reshape(-1, *[1] * (x.dim() - 2))
 
-    out = (x - column(mean)) * column(scale)
-    out = out if weight is None else out * column(weight)
-    return out if bias is None else out + column(bias), scale
+def _column(of_channels: Tensor, x: Tensor) -> Tensor:
+    """Return a vector with an element for each channel in a shape that broadcasts with ``x``."""
+    return of_channels.reshape(-1, *[1] * (x.dim() - 2))
 
 
 def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
@@ -285,18 +286,14 @@ def batch_norm_backward(
         in_accumulation_dtype(x),
         in_accumulation_dtype(grad),
     )
-
-    def column(v: Tensor) -> Tensor:
-        return v.reshape(-1, *[1] * (x.dim() - 2))
-
-    pulled = cotangent if weight is None else cotangent * column(weight)
+    pulled = cotangent if weight is None else cotangent * _column(weight, x)
     if training:
         mean = wide.mean(dims, keepdim=True)
         scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
     elif running_mean is None or running_var is None:
         return NotImplemented
     else:
-        mean, scale = column(running_mean), column((running_var + eps).rsqrt())
+        mean, scale = _column(running_mean, x), _column((running_var + eps).rsqrt(), x)
     by_x = None
     if mask[0]:
         by_x = _normalization_grad(wide, pulled, mean, scale, dims) if training else pulled * scale

@@ -73,7 +73,7 @@ def hook(handler: Handler) -> None:
             try:
                 return handler(cls, *(_by_position(cls, args, kwargs) if kwargs else args))
             except EscapedTracerError as error:
-                fold(error, str)  # there is no public call that would
+                fold(error, str)  # the user called torch, not this package
                 raise
 
         on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(apply))

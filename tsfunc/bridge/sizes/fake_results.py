@@ -405,17 +405,9 @@ class FakeCache:
         """Describe a view like another view of the same tensor, further on in the storage."""
         offset = view.storage_offset() - source.storage_offset() + further
         return _Result(
-            0,
-            False,
-            view.shape,
-            view.stride(),
-            offset,
-            view.dtype,
-            view.fake_device,
-            0,
-            False,
-            None,
-        )
+            0, False, view.shape, view.stride(), offset, view.dtype, view.fake_device,
+            0, False, None,
+        )  # fmt: skip
 
     def _compute(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)

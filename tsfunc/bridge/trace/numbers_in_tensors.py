@@ -86,8 +86,7 @@ def _ancestors(
 def _is_followed(node: torch.fx.Node) -> bool:
     return (
         node.target is operator.getitem
-        or _name(node)
-        in (*_FACTORIES, *_REARRANGEMENTS, *_ARITHMETIC, *_REDUCTIONS, "div", "add", "sub", "rsub")
+        or _name(node) in _FOLLOWED
         or (node.meta.get("op") is not None and node.meta["op"].is_view)
     )
 

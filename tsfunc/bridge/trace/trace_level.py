@@ -32,12 +32,7 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import (
-    FakeCache,
-    MetadataKey,
-    fixed_metadata,
-    results_of,
-)
+from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, fixed_metadata, results_of
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,

@@ -376,7 +376,7 @@ class FastBatchTracer(BatchTracer):
         except EscapedTracerError as error:
             values = unwrap_ended(args, kwargs)
             if values is None:
-                fold(error, str)  # there is no public call that would
+                fold(error, str)  # the user called torch, not this package
                 raise
             return func(*values[0], **values[1])
 

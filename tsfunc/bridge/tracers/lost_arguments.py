@@ -33,7 +33,7 @@ def handle_with_all_arguments(
     try:
         return handle_torch_function(public_api, relevant_args, *args, **kwargs)
     except EscapedTracerError as error:
-        fold(error, str)  # there is no public call that would
+        fold(error, str)  # the user called torch, not this package
         raise
 
 

@@ -280,7 +280,7 @@ class Tracer(torch.Tensor):
         try:
             return function_handler(func, types, args, kwargs or NO_KWARGS)
         except EscapedTracerError as error:
-            fold(error, str)  # there is no public call that would
+            fold(error, str)  # the user called torch, not this package
             raise
 
     # torch's annotation is for classes without subclasses, which are called without the operator.

@@ -527,9 +527,7 @@ class _Trace:
         for node in nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
-                spell = self.symbols.spell_size
-                dims = [str(size) if type(size) is int else spell(size) for size in value.shape]
-                node.meta["dims"] = tuple(dims)
+                node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
         taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
         names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
         for node in graph.nodes:
