@@ -215,6 +215,19 @@ class using:
 
 
 @contextmanager
+def overriding(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Context manager: set attributes of an object, such as a local of threads, for the block."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: add keys (at level 0) or a key set to this thread's include set.
 
@@ -227,12 +240,8 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
         DispatchKeySet(Trace@0)
     """
     bits = DispatchKeySet(*keys).bits
-    old = tls.state
-    tls.state = old.replace(include=old.include | bits)
-    try:
+    with using(tls.state.replace(include=tls.state.include | bits)):
         yield
-    finally:
-        tls.state = old
 
 
 @contextmanager
@@ -255,12 +264,9 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
             bits |= _EVERY_LEVEL << key.priority
         else:
             bits |= bits_of(key)
-    old = tls.state
-    tls.state = old.replace(mask=old.mask & ~bits, excluded=old.excluded | bits)
-    try:
+    state = tls.state
+    with using(state.replace(mask=state.mask & ~bits, excluded=state.excluded | bits)):
         yield
-    finally:
-        tls.state = old
 
 
 Restore = Callable[[], AbstractContextManager[Any]]

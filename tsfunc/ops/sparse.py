@@ -293,17 +293,12 @@ def to_sparse_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     return op(batch_to_front(args[0], bdims[0]), args[1] + 1), 0
 
 
-@row("aten::_to_sparse")
+@row("aten::_to_sparse", "aten::to_sparse")
 def to_sparse(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Compressed layouts have batch dims too, and these also come first."""
-    return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
+    """Compressed layouts have batch dims too, and these also come first.
 
-
-@row("aten::to_sparse")
-def to_sparse_of_any(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
-) -> Any:
-    """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
+    The composite is batched whole: C++ reads the layout first, which a compressed tracer lacks.
+    """
     return op(batch_to_front(args[0], bdims[0]), **kwargs), 0
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.dispatch.state import overriding
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.custom_rules import (
     Result,
@@ -187,15 +188,10 @@ class _Transposed(threading.local):
 _transposed = resets(_Transposed())
 
 
-@contextmanager
-def _transposing(tangents: tuple[torch.Tensor, ...], since: int) -> Iterator[None]:
-    before = _transposed.tangents, _transposed.since
-    _transposed.since = before[1] if before[0] else since
-    _transposed.tangents = (*before[0], *tangents)
-    try:
-        yield
-    finally:
-        _transposed.tangents, _transposed.since = before
+def _transposing(tangents: tuple[torch.Tensor, ...], since: int) -> AbstractContextManager[None]:
+    outer = _transposed.tangents
+    since = _transposed.since if outer else since
+    return overriding(_transposed, tangents=(*outer, *tangents), since=since)
 
 
 def _is_transposed(args: Any) -> bool:

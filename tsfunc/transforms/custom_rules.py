@@ -30,6 +30,7 @@ from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.dispatch.state import overriding
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
@@ -148,7 +149,7 @@ class RuleCall:
                 returned = func(*self.arguments(sizes, operands))
                 return pytrees.tree_map(as_seen_by_current_level, returned), False
             own = [x.detach() for x in operands[: self.count]]
-            with outside_graph(True), _watching():
+            with outside_graph(True), overriding(_searches, active=True):
                 returned = func(*self.arguments(sizes, (*own, *operands[self.count :])))
                 leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, returned))
                 depends = any(map(is_perturbed, leaves))
@@ -293,30 +294,20 @@ def is_differentiated(call: RuleCall) -> bool:
     """
     if any(call.perturbed[: call.count]):
         return True
-    return any(call.hidden) and differentiates_here() and not _watched.depth
+    return any(call.hidden) and differentiates_here() and not _searches.active
 
 
 class _DependencySearches(threading.local):
-    """The number of functions on this thread that run in order to find hidden dependencies.
+    """Attribute ``active``: True while a function runs on this thread to find hidden dependencies.
 
     Meanwhile, a function with a rule that they call is differentiated by autograd if only its
     hidden operands are perturbed.
     """
 
-    depth = 0
+    active = False
 
 
-_watched = resets(_DependencySearches())
-
-
-@contextmanager
-def _watching() -> Iterator[None]:
-    before = _watched.depth
-    _watched.depth = before + 1
-    try:
-        yield
-    finally:
-        _watched.depth = before
+_searches = resets(_DependencySearches())
 
 
 def _spelled(types: Any) -> str:

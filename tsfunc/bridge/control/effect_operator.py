@@ -15,11 +15,11 @@ that run, except checks.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch import DispatchKey, register, running_level
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 
 _library = torch.library.Library("tsfunc_debug", "DEF")
 _library.define("call(Tensor[] values, int effect, int batch_dims) -> ()")
@@ -41,21 +41,15 @@ CALL: Any = torch.ops.tsfunc_debug.call.default
 
 
 class _Muted(threading.local):
-    depth = 0
+    active = False
 
 
 _muted = resets(_Muted())
 
 
-@contextlib.contextmanager
-def muted() -> Iterator[None]:
+def muted() -> AbstractContextManager[None]:
     """Suppress prints and callbacks on this thread, for a run that repeats an earlier one."""
-    before = _muted.depth
-    _muted.depth = before + 1
-    try:
-        yield
-    finally:
-        _muted.depth = before
+    return overriding(_muted, active=True)
 
 
 class Effect:
@@ -106,7 +100,7 @@ def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
             "debug: a program calls a Python function that is gone, because the program that it "
             "was copied from is. Keep that program."
         )
-    if known.checks or not _muted.depth:
+    if known.checks or not _muted.active:
         known.call([value.detach() for value in values], batch_dims)
 
 

@@ -40,7 +40,7 @@ from tsfunc.bridge.tracers.registrations import on_first_transform, watching_ran
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
-from tsfunc.dispatch.state import tls, using
+from tsfunc.dispatch.state import overriding, tls, using
 
 _Steps = Generator[None, None, None]
 _CURRENT = "_checkpoint_without_reentrant_generator_impl"
@@ -145,12 +145,8 @@ def _inside_derivatives(count: int) -> Iterator[None]:
     Some operators are decomposed inside of several derivatives (NOTE [derivatives of forward
     formulas]), and a function that runs again must save as many tensors as before.
     """
-    before, outermost.recording = outermost.recording, count
-    try:
-        with watching_random() if count > 1 else nullcontext():
-            yield
-    finally:
-        outermost.recording = before
+    with overriding(outermost, recording=count), watching_random() if count > 1 else nullcontext():
+        yield
 
 
 def is_reentrant(cls: type) -> bool:

@@ -35,18 +35,15 @@ from tsfunc.bridge.tracers.reentry import any_level_ended, reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials
 from tsfunc.dispatch import DispatchKey
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 
 _torch_hooks = saved_tensors_hooks.__enter__
 
 
 def _enter(self: saved_tensors_hooks) -> None:
-    pack, unpack = self.pack_hook, self.unpack_hook
-    self.pack_hook, self.unpack_hook = _packing(pack, next(serials)), _unpacking(unpack)
-    try:
+    pack = _packing(self.pack_hook, next(serials))
+    with overriding(self, pack_hook=pack, unpack_hook=_unpacking(self.unpack_hook)):
         _torch_hooks(self)
-    finally:
-        self.pack_hook, self.unpack_hook = pack, unpack
 
 
 def _replace_entered() -> None:

@@ -7,8 +7,8 @@ Private names used here (torch 2.13 and 2.14): ``ProcessGroup._allgather_base`` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named, split_check
 from tsfunc.bridge.tracers.interrupts import resets
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 from tsfunc.user_code import user_call_location
 
 
@@ -100,19 +100,13 @@ class _Transposed(threading.local):
 _transposed = resets(_Transposed())
 
 
-@contextmanager
-def transposing(call: str) -> Iterator[None]:
+def transposing(call: str) -> AbstractContextManager[None]:
     """Context manager: exchanges in the block are the transpose of those of a call.
 
     All transposes of a backward pass run from one line of user code, so agreements compare the
     lines of their calls too.
     """
-    outer = _transposed.call
-    _transposed.call = f", as the transpose of the call at {call}"
-    try:
-        yield
-    finally:
-        _transposed.call = outer
+    return overriding(_transposed, call=f", as the transpose of the call at {call}")
 
 
 def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:

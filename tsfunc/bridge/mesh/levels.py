@@ -22,7 +22,7 @@ from tsfunc.bridge.mesh.mesh_operators import axis_index, in_trace, is_plain_exc
 from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch import DispatchKey, Level
-from tsfunc.dispatch.state import tls, using
+from tsfunc.dispatch.state import overriding, tls, using
 
 
 class _Observed(threading.local):
@@ -37,13 +37,11 @@ _observed = resets(_Observed())
 @contextmanager
 def observing() -> Iterator[set[str]]:
     """Context manager: yields the set of axes over which the block exchanges values."""
-    outer = _observed.axes
-    seen: set[str] = set()
-    _observed.axes = seen
+    outer, seen = _observed.axes, set[str]()
     try:
-        yield seen
+        with overriding(_observed, axes=seen):
+            yield seen
     finally:
-        _observed.axes = outer
         if outer is not None:
             outer |= seen
 

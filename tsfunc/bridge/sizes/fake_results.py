@@ -93,6 +93,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
 from tsfunc.bridge.tracers.user_queries import defer_guards, suppress_guards
+from tsfunc.dispatch.state import overriding
 
 _Call = Callable[..., Any]
 _META: Final = torch.device("meta")
@@ -167,12 +168,9 @@ def results_of(
 @contextmanager
 def _with_cache(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
     """Run operators on fake tensors in a block, with or without the mode's cache."""
-    cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
-    try:
-        with preserve_dispatch_keys(), DisableTorchFunction(), fake:
-            yield
-    finally:
-        fake.cache_enabled = cached
+    cached = overriding(fake, cache_enabled=fake.cache_enabled and keeps)
+    with cached, preserve_dispatch_keys(), DisableTorchFunction(), fake:
+        yield
 
 
 # --- the results that are known already

@@ -16,10 +16,10 @@ has the classes of operators, HigherOrderOperator for those that take functions.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import resets, while_torch_traces
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
+from tsfunc.dispatch.state import overriding
 
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
@@ -56,15 +57,9 @@ class _Served(threading.local):
 _served: Final = resets(_Served())
 
 
-@contextlib.contextmanager
-def copied_views() -> Iterator[None]:
+def copied_views() -> AbstractContextManager[None]:
     """Give copies of views symbolic sizes within a block: NOTE [emulated views]."""
-    before = _served.on
-    _served.on = True
-    try:
-        yield
-    finally:
-        _served.on = before
+    return overriding(_served, on=True)
 
 
 @register_op_impl(lambda op: op in _VIEWS and _served.on)
@@ -118,7 +113,7 @@ def is_strided(value: Any) -> bool:
 
 def contiguous_like(value: torch.Tensor) -> torch.Tensor:
     """Return a contiguous clone of a fake tensor."""
-    mode = value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+    mode = value.fake_mode if isinstance(value, FakeTensor) else nullcontext()
     with torch_state.outside_all_levels(), state.outside_all_levels(), mode, torch.no_grad():
         return value.clone(memory_format=torch.contiguous_format)
 

@@ -23,7 +23,7 @@ torch leave a call to the dispatch table.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
 
@@ -333,7 +333,7 @@ def _shift_function(
     """Note in a plan how a call's arguments change if the batch dims are the first."""
     method, form = registry.find(Stage.METHOD, function), plan.parsed
     if method is not None and method.shifts is not None:
-        moved = kwargs or type(kinds[0]) is not int or any(map(_is_moved, kinds))
+        moved = kwargs or type(kinds[0]) is not int or _are_moved(kinds)
         plan.shifts = None if moved else method.shifts
     elif form is not None and form.op.direct_rule is not None and "memory_format" not in kwargs:
         plan.shifts = _shifts(form.op.direct_rule, kinds)
@@ -390,9 +390,10 @@ def _plan_of_torch(
         return TABLE
     plain: list[int] = []
     for position, kind in enumerate(kinds[:count]):
-        if not is_plain(kind) or _has_outer_tracers(kind):
+        leaves = [*_leaf_kinds([kind])]
+        if not is_plain(kind) or not TRACERS.isdisjoint(leaves):
             return TABLE
-        if _has_plain_tensors(kind):
+        if not PLAIN_TENSORS.isdisjoint(leaves):
             plain.append(position)
     plan = CallPlan(step)
     plan.parsed = _parsed(function, args, kwargs)
@@ -430,18 +431,13 @@ def is_innermost(values: Sequence[Any]) -> bool:
     return True
 
 
-def _has_outer_tracers(kind: Any) -> bool:
-    """True for a tracer of an outer level, and for a list with one."""
-    if type(kind) is tuple:
-        return type(kind[1]) is not frozenset and any(map(_has_outer_tracers, kind[1:]))
-    return kind in TRACERS
-
-
-def _has_plain_tensors(kind: Any) -> bool:
-    """True for a plain tensor, and for a list with one."""
-    if type(kind) is tuple:
-        return type(kind[1]) is not frozenset and any(map(_has_plain_tensors, kind[1:]))
-    return kind in PLAIN_TENSORS
+def _leaf_kinds(kinds: Iterable[Any]) -> Iterator[Any]:
+    """Yield the kinds of arguments, and those of the elements for lists of tensors."""
+    for kind in kinds:
+        if type(kind) is not tuple:
+            yield kind
+        elif type(kind[1]) is not frozenset:
+            yield from _leaf_kinds(kind[1:])
 
 
 def are_lifted(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
@@ -457,10 +453,8 @@ def are_lifted(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool
 def _no_tensors(kinds: Sequence[Any]) -> bool:
     """True if no argument of a list of kinds has tensors."""
     return all(
-        kind is not None
+        not _is_tensor(kind)
         and type(kind) is not int
-        and kind not in PLAIN_TENSORS
-        and kind not in TRACERS
         and (type(kind) is not tuple or type(kind[1]) is frozenset)
         for kind in kinds
     )
@@ -538,14 +532,12 @@ def _operator_plan(
 def _shifts(rule: Rule, kinds: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the changes that a rule declares, if the batch dims of all tracers are the first."""
     shifts = shifts_of(rule)
-    return None if shifts is None or any(map(_is_moved, kinds)) else shifts
+    return None if shifts is None or _are_moved(kinds) else shifts
 
 
-def _is_moved(kind: Any) -> bool:
-    """True if a kind has a batch dim other than the first."""
-    if type(kind) is tuple:
-        return type(kind[1]) is not frozenset and any(map(_is_moved, kind[1:]))
-    return type(kind) is int and kind != 0
+def _are_moved(kinds: Sequence[Any]) -> bool:
+    """True if an argument has a batch dim other than the first."""
+    return any(type(kind) is int and kind != 0 for kind in _leaf_kinds(kinds))
 
 
 def _is_tensor(kind: Any) -> bool:
@@ -565,9 +557,7 @@ def fits(plan: CallPlan, values: Sequence[Any]) -> bool:
 
 
 def _has_batched(kinds: Sequence[Any]) -> bool:
-    return any(
-        type(kind) is int or (type(kind) is tuple and _has_batched(kind[1:])) for kind in kinds
-    )
+    return any(type(kind) is int for kind in _leaf_kinds(kinds))
 
 
 def arguments_of(

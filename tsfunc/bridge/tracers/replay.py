@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tsfunc.bridge.tracers.interrupts import resets
+from tsfunc.dispatch.state import overriding
 
 T = TypeVar("T")
 
@@ -34,26 +35,14 @@ class _Runs(threading.local):
 _runs = resets(_Runs())
 
 
-@contextmanager
-def recording_objects(record: list[Any]) -> Iterator[None]:
+def recording_objects(record: list[Any]) -> AbstractContextManager[None]:
     """Context manager: record the objects that the block makes."""
-    before = _runs.recorded
-    _runs.recorded = (*before, record)
-    try:
-        yield
-    finally:
-        _runs.recorded = before
+    return overriding(_runs, recorded=(*_runs.recorded, record))
 
 
-@contextmanager
-def replaying(record: list[Any]) -> Iterator[None]:
+def replaying(record: list[Any]) -> AbstractContextManager[None]:
     """Context manager: reuse the recorded objects in the block."""
-    before = _runs.replays
-    _runs.replays = (*before, (record, iter(record)))
-    try:
-        yield
-    finally:
-        _runs.replays = before
+    return overriding(_runs, replays=(*_runs.replays, (record, iter(record))))
 
 
 def replayed(make: Callable[[], T], fits: Callable[[T], bool]) -> T:

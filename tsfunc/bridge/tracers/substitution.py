@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.tracers.level_proxies import substitutions
 from tsfunc.bridge.tracers.operators import map_items
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 
 
 @contextmanager
@@ -27,17 +27,12 @@ def substitute_tensors(
     originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     """Replace the tensors that a block's code closes over by these values."""
-    before = substitutions.values
     own = {id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value}
     if not own:
         yield
         return
-    substitutions.values = {**before, **own}
-    try:
-        with _Substitution():
-            yield
-    finally:
-        substitutions.values = before
+    with overriding(substitutions, values={**substitutions.values, **own}), _Substitution():
+        yield
 
 
 class _Substitution(TorchFunctionMode):

@@ -64,7 +64,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.dispatch.keys import DispatchKey
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 from tsfunc.errors import TypeCheckError
 from tsfunc.user_code import is_user_frame, user_location
 
@@ -311,9 +311,9 @@ class _SharedChange:
 
 
 class _TracingBlocks(threading.local):
-    """The active blocks of :func:`as_if_compiling` on this thread."""
+    """Attribute ``active``: True inside of :func:`as_if_compiling`."""
 
-    blocks = 0
+    active = False
 
 
 _tracing_blocks: Final = resets(_TracingBlocks())
@@ -325,7 +325,7 @@ class _TrueOnTracingThreads:
     __slots__ = ()
 
     def __bool__(self) -> bool:
-        return _tracing_blocks.blocks > 0 or any(
+        return _tracing_blocks.active or any(
             level.key is DispatchKey.Trace for level in tls.state.levels
         )
 
@@ -373,13 +373,8 @@ traces_compile: Final = _SharedChange(_set_flag, _reset_flag)
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` True on this thread, in a block without a trace."""
-    before = _tracing_blocks.blocks
-    _tracing_blocks.blocks = before + 1
-    try:
-        with traces_compile():
-            yield
-    finally:
-        _tracing_blocks.blocks = before
+    with overriding(_tracing_blocks, active=True), traces_compile():
+        yield
 
 
 # --- functions of modules that others replace while functions are traced

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from tsfunc.bridge.trace.lifted_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.bridge.tracers.torch_settings import hooks_of_all_modules
+from tsfunc.dispatch.state import overriding
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.closure_guards import (
@@ -174,14 +175,9 @@ class Instances:
         for each in value:
             known.check(name, each, f"assigned at {location}")
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Pause the watching: reads in the block are not reads of the traced function."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return overriding(self, _paused=True)
 
     def restore(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""

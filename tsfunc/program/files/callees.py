@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
+from tsfunc.dispatch.state import overriding
 from tsfunc.program.fields import Field
 from tsfunc.program.files.json_values import NoFileForm, printable
 from tsfunc.program.files.operator_calls import NUMBER, TENSOR
@@ -225,11 +226,8 @@ class CalleeWriter:
         """Return the JSON of a part."""
         if part is None:
             return None
-        before, self.named_dims = self.named_dims, part.dims
-        try:
+        with overriding(self, named_dims=part.dims):
             return self._encode(part)
-        finally:
-            self.named_dims = before
 
 
 # --- reading

@@ -98,8 +98,8 @@ def _seen(operands: Any) -> Any:
     return pytrees.tree_map(as_seen_by_current_level, operands)
 
 
-def filled(body: TracedBody, given: Sequence[Any]) -> Any:
-    """Return results in the structure of a body's; leaves that are not tensors are the body's."""
+def filled(body: TracedBody | Carry, given: Sequence[Any]) -> Any:
+    """Return tensors in the structure of a body's results, or of a carry, with its other leaves."""
     values = iter(given)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]
     return optree.tree_unflatten(body.spec, leaves)
@@ -160,9 +160,7 @@ class Carry:
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        return optree.tree_unflatten(self.spec, leaves)
+        return filled(self, tensors)
 
     def tree_with_numbers(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors, and the numbers of the first carry."""
