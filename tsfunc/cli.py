@@ -22,12 +22,7 @@ from tsfunc.bridge.batch.fallback import describe_execution
 from tsfunc.bridge.trace.packaging import write_aoti_package, write_onnx
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.dispatch.recorder import name_of_rule
-from tsfunc.errors import (
-    ExportError,
-    FileFormatError,
-    MalformedProgramError,
-    UnknownOperatorError,
-)
+from tsfunc.errors import ExportError, FileFormatError, MalformedProgramError, UnknownOperatorError
 from tsfunc.ops.catalogue import counts
 from tsfunc.ops.catalogue.lookup import overloads_of
 from tsfunc.rage.event_recorder import folder_of_files

@@ -335,9 +335,7 @@ def _cells_of_boundary(func: Any) -> dict[str, CellType]:
 
 
 def fold(
-    error: Exception,
-    spelling: Callable[[], str],
-    arguments: Callable[[], Mapping[str, Any]] = dict,
+    error: Exception, spelling: Callable[[], str], arguments: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
     """Rewrite the traceback of an error that leaves a public call: NOTE [folded tracebacks].
 

@@ -71,11 +71,7 @@ class DispatchKey:
 
     @classmethod
     def define(
-        cls,
-        name: str,
-        *,
-        above: DispatchKey | None = None,
-        below: DispatchKey | None = None,
+        cls, name: str, *, above: DispatchKey | None = None, below: DispatchKey | None = None
     ) -> DispatchKey:
         """Define a new key.
 

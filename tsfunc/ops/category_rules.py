@@ -58,12 +58,7 @@ class VerifiedRule:
         self._confirmed: set[Any] = set()
 
     def __call__(
-        self,
-        op: Any,
-        level: RuleLevel,
-        bdims: BatchDims,
-        args: Args,
-        kwargs: Kwargs,
+        self, op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
         key = (level.batch_size, *map(str, bdims), *map(_key, (*args, *kwargs.values())))
         if key not in self._confirmed:
@@ -75,12 +70,7 @@ class VerifiedRule:
         return self.rule(op, level, bdims, args, kwargs)
 
     def _agrees(
-        self,
-        op: Any,
-        level: RuleLevel,
-        bdims: BatchDims,
-        args: Args,
-        kwargs: Kwargs,
+        self, op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> bool:
         """True if the rule's result has the shape and dtype that one example's result has."""
         try:

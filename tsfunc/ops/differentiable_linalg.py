@@ -171,9 +171,7 @@ FACTORED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_solve_ex": linalg_solve,
 }
 # torch's tangents can't be differentiated.
-PERTURBED: dict[str, Callable[..., Any]] = {
-    "aten::linalg_eig": linalg_eig,
-}
+PERTURBED: dict[str, Callable[..., Any]] = {"aten::linalg_eig": linalg_eig}
 # torch's tangents are wrong, or are not those that its pullbacks transpose.
 PUSHED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_eigh": linalg_eigh,
@@ -181,6 +179,4 @@ PUSHED: dict[str, Callable[..., Any]] = {
     "aten::cholesky_inverse": cholesky_inverse,
 }
 # torch's formulas are parts of backward formulas that can't be differentiated.
-BACKWARD: dict[str, Callable[..., Any]] = {
-    "aten::diagonal_scatter": diagonal_scatter,
-}
+BACKWARD: dict[str, Callable[..., Any]] = {"aten::diagonal_scatter": diagonal_scatter}

@@ -206,7 +206,7 @@ PUSHED: dict[str, Callable[..., Any]] = {
 }
 # torch's formula takes the norms as constants.
 BACKWARD: dict[str, Callable[..., Any]] = {
-    "aten::_weight_norm_differentiable_backward": weight_norm_backward,
+    "aten::_weight_norm_differentiable_backward": weight_norm_backward
 }
 # These have no derivative.
 UNDIFFERENTIABLE_BACKWARD: dict[str, Callable[..., Any]] = {

@@ -35,11 +35,7 @@ def new_empty_strided(
     return op(x, [level.batch_size, *sizes], [torch.sym_max(span, 1), *strides], **kwargs), 0
 
 
-@row(
-    "aten::linspace.Tensor_Tensor",
-    "aten::linspace.Tensor_Scalar",
-    "aten::linspace.Scalar_Tensor",
-)
+@row("aten::linspace.Tensor_Tensor", "aten::linspace.Tensor_Scalar", "aten::linspace.Scalar_Tensor")
 def linspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
     if not _are_real_scalars(bdims, args, kwargs):
@@ -90,11 +86,7 @@ def evenly_spaced(start: Tensor, end: Tensor, steps: int) -> Tensor:
     return torch.where(index < steps // 2, low, end - step * (steps - 1 - index))
 
 
-@row(
-    "aten::logspace.Tensor_Tensor",
-    "aten::logspace.Tensor_Scalar",
-    "aten::logspace.Scalar_Tensor",
-)
+@row("aten::logspace.Tensor_Tensor", "aten::logspace.Tensor_Scalar", "aten::logspace.Scalar_Tensor")
 def logspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return powers of the base at evenly spaced exponents."""
     if not _are_real_scalars(bdims, args, kwargs):
@@ -103,10 +95,4 @@ def logspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
     return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), 0
 
 
-rows(
-    new,
-    "aten::new_empty",
-    "aten::new_zeros",
-    "aten::new_ones",
-    "aten::new_full",
-)
+rows(new, "aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full")

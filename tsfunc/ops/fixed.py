@@ -254,12 +254,7 @@ def _as_element(number: Any, dtype: torch.dtype) -> Any:
 
 
 def _added(
-    op: Any,
-    bdims: BatchDims,
-    args: Args,
-    kwargs: Kwargs,
-    out: Tensor,
-    p: int | None,
+    op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs, out: Tensor, p: int | None
 ) -> Any:
     """Return ``beta * x + alpha * out``; ``x``, the first argument, must fit into ``out``."""
     x, bdim = args[0], bdims[0]

@@ -184,11 +184,7 @@ COPIES.rows(
 )
 COPIES.rows(same_layout, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
 COPIES.rows(
-    same_layout,
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-    "aten::empty_like",
+    same_layout, "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like"
 )
 
 

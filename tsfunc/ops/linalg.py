@@ -89,11 +89,7 @@ def _broadcasting(
     """
     lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
     return [
-        unit_dims(
-            broadcast_to_front(x, bdim),
-            1,
-            lead + r - logical_rank(x, bdim),
-        )
+        unit_dims(broadcast_to_front(x, bdim), 1, lead + r - logical_rank(x, bdim))
         for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
     ]
 

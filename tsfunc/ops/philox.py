@@ -78,10 +78,7 @@ class Philox:
     """
 
     def __init__(
-        self,
-        level: RuleLevel,
-        device: torch.device,
-        generator: torch.Generator | None = None,
+        self, level: RuleLevel, device: torch.device, generator: torch.Generator | None = None
     ) -> None:
         self.device = device
         self.examples = level.example_indices(device)

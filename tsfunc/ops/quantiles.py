@@ -7,25 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import (
-    broadcast_to_front,
-    logical_rank,
-    unit_dims,
-    with_defaults,
-    wrap_dim,
-)
+from tsfunc.ops.dims import broadcast_to_front, logical_rank, unit_dims, with_defaults, wrap_dim
 from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
 
 
-@row(
-    "aten::quantile",
-    "aten::quantile.scalar",
-    "aten::nanquantile",
-    "aten::nanquantile.scalar",
-)
+@row("aten::quantile", "aten::quantile.scalar", "aten::nanquantile", "aten::nanquantile.scalar")
 def quantile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Several quantiles are the first logical dim of the result."""
     (x, bdim), (q, q_bdim) = (args[0], bdims[0]), (args[1], bdims[1])

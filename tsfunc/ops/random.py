@@ -248,11 +248,7 @@ def bernoulli(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     return out.to(args[0].dtype), bdim
 
 
-@row(
-    "aten::normal.Tensor_Tensor",
-    "aten::normal.Tensor_float",
-    "aten::normal.float_Tensor",
-)
+@row("aten::normal.Tensor_Tensor", "aten::normal.Tensor_float", "aten::normal.float_Tensor")
 def normal(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Draw with tensor parameters; ``"split"`` scales and shifts standard normal numbers."""
     if level.randomness != "split":
@@ -431,11 +427,7 @@ rows(dropout_rule(False, True), "aten::feature_dropout")
 rows(dropout_rule(True, False), "aten::alpha_dropout")
 rows(dropout_rule(True, True), "aten::feature_alpha_dropout")
 rows(
-    random_factory(0),
-    "aten::rand",
-    "aten::rand.generator",
-    "aten::randn",
-    "aten::randn.generator",
+    random_factory(0), "aten::rand", "aten::rand.generator", "aten::randn", "aten::randn.generator"
 )
 rows(random_factory(1), "aten::randint", "aten::randint.generator")
 rows(

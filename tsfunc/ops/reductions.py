@@ -308,18 +308,10 @@ rows(
     "aten::var_mean.correction",
     "aten::std_mean.correction",
 )
-rows(
-    _keyword_keepdim,
-    "aten::hash_tensor",
-    "aten::count_nonzero.dim_IntList",
-)
+rows(_keyword_keepdim, "aten::hash_tensor", "aten::count_nonzero.dim_IntList")
 rows(reduction(1, 3), "aten::var.dim", "aten::std.dim", "aten::var_mean.dim", "aten::std_mean.dim")
 rows(reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
-rows(
-    reduction(2, 3),
-    "aten::norm.ScalarOpt_dim",
-    "aten::norm.ScalarOpt_dim_dtype",
-)
+rows(reduction(2, 3), "aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype")
 rows(reduction(1, 2, -1), "aten::mode")
 rows(reduction(2, 3, -1), "aten::kthvalue")
 rows(arg_extreme, "aten::argmax", "aten::argmin")

@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
-from tsfunc.ops.dims import (
-    broadcast_to_front,
-    function_name,
-    logical_shape,
-    op_name,
-    unit_dims,
-)
+from tsfunc.ops.dims import broadcast_to_front, function_name, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel
 

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import (
-    align,
-    batches_first,
-    logical_rank,
-    promote_scalars,
-    refuse_inplace,
-)
+from tsfunc.ops.dims import align, batches_first, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, aten_names, row, rows
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise

@@ -229,8 +229,7 @@ def along_dim(position: int, removed: bool = False) -> Rule:
 
 
 VIEWS.rows(
-    along_dim(1, removed=True),
-    *aten_names("select.int select_copy.int unbind.int unbind_copy.int"),
+    along_dim(1, removed=True), *aten_names("select.int select_copy.int unbind.int unbind_copy.int")
 )
 VIEWS.rows(along_dim(1), *aten_names("slice.Tensor slice_copy.Tensor narrow narrow_copy"))
 VIEWS.rows(

@@ -17,17 +17,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.grad.dual_level import (
-    DualLevelInUse,
-    dual_level,
-    may_carry_outer_tangents,
-)
+from tsfunc.bridge.grad.dual_level import DualLevelInUse, dual_level, may_carry_outer_tangents
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.dtensors import (
-    converts_to_dtensor,
-    is_dtensor,
-    refusing_distribution,
-)
+from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor, refusing_distribution
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level

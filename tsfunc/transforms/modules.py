@@ -22,9 +22,7 @@ State = Mapping[str, Tensor]
 
 
 @folding("stack_module_state")
-def stack_module_state(
-    models: Sequence[nn.Module],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters and the buffers of several modules, each stacked along a new dim.
 
     The stacked parameters are new leaves, which do not depend on those of the modules.

@@ -25,11 +25,7 @@ from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_ta
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.dtensors import (
-    refusing_distribution,
-    replicated_like,
-    unit_cotangent,
-)
+from tsfunc.bridge.tracers.dtensors import refusing_distribution, replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level

@@ -12,9 +12,7 @@ import torch
 
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
-from tsfunc.errors import (
-    DescriptorError,
-)
+from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.transforms.specialized import LoadedFunction, Specialized, read_loaded
 from tsfunc.user_code import folding

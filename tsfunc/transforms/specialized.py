@@ -589,10 +589,7 @@ def read_loaded(
     refused = loaded.target.refusal_test(None, True)
     loaded.cache.entries = tuple(
         CachedProgram.of_call_spec(
-            programs[answer.program],
-            answer.call_spec,
-            answer.reason,
-            refused,
+            programs[answer.program], answer.call_spec, answer.reason, refused
         )
         for answer in saved.answers
     )

@@ -10,10 +10,7 @@ import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.types.base import TSAllType, TSType
-from tsfunc.types.classes import (
-    BUILTIN_CLASSES,
-    nominal_type,
-)
+from tsfunc.types.classes import BUILTIN_CLASSES, nominal_type
 from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, is_key_type
 from tsfunc.types.futures import TSFuture, TSRRef
 from tsfunc.types.lattice import join_parts

@@ -123,11 +123,7 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
 
     def form(rule: Rule) -> Rule:
         def views_only(
-            op: Any,
-            level: RuleLevel,
-            bdims: BatchDims,
-            args: Args,
-            kwargs: Kwargs,
+            op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
         ) -> Any:
             if not (bdims[0] or getattr(args[0], "bdim", None)):
                 return rule(op, level, bdims, args, kwargs)

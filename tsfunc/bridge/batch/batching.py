@@ -16,12 +16,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     unwrap,
     unwrap_args,
 )
-from tsfunc.bridge.tracers.operators import (
-    CALL_ERRORS,
-    TorchOperator,
-    functional_form,
-    needs_rule,
-)
+from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator, functional_form, needs_rule
 from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -75,12 +70,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _by_rule(
-    op: Operator,
-    level: BatchLevel,
-    args: Args,
-    kwargs: Kwargs,
-    values: list[Any],
-    bdims: list[Any],
+    op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs, values: list[Any], bdims: list[Any]
 ) -> Any:
     """Run the batching rule of the operator's row, or ``without_rule`` if no rule applies."""
     row = op.row if isinstance(op, TorchOperator) else None

@@ -17,12 +17,7 @@ import torch
 from tsfunc import hooks
 from tsfunc.bridge.batch.argument_forms import forms
 from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS
-from tsfunc.bridge.tracers.function_registry import (
-    PYTHON_OPERATORS,
-    FunctionRules,
-    Stage,
-    registry,
-)
+from tsfunc.bridge.tracers.function_registry import PYTHON_OPERATORS, FunctionRules, Stage, registry
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.ops import all_rows, find

@@ -373,11 +373,7 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any
 
 @_instead(torch.histogramdd)
 def _histogramdd(
-    x: Tensor,
-    bins: Any,
-    range: Any = None,
-    weight: Tensor | None = None,
-    density: bool = False,
+    x: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False
 ) -> Any:
     """``histogramdd`` with edges that are tensors.
 

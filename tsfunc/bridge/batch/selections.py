@@ -28,12 +28,7 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.function_registry import (
-    METHODS,
-    SELECTIONS,
-    FunctionRules,
-    Stage,
-)
+from tsfunc.bridge.tracers.function_registry import METHODS, SELECTIONS, FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.tracer import (
     HOOKED,

@@ -191,14 +191,7 @@ class BodyLevel(TraceLevel, LevelProxy):
     """
 
     sizes: NumberInputs
-    __slots__ = (
-        "around",
-        "hidden",
-        "inputs",
-        "outer_state",
-        "parent",
-        "taken",
-    )
+    __slots__ = ("around", "hidden", "inputs", "outer_state", "parent", "taken")
 
     def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
         self.copy_from(parent)

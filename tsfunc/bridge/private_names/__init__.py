@@ -16,13 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tsfunc.bridge.private_names import (
-    compilation,
-    derivatives,
-    dispatching,
-    distributed,
-    modules,
-)
+from tsfunc.bridge.private_names import compilation, derivatives, dispatching, distributed, modules
 from tsfunc.bridge.private_names.entries import (
     HOLDERS,
     PRIVATE_NAMES,

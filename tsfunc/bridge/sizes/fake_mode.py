@@ -55,11 +55,7 @@ from torch._C import (
     _set_warn_deprecated_on_mutable_data_ptr,
 )
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from tsfunc.bridge.sizes.fake_versions import count_write
 from tsfunc.bridge.tracers import torch_state

@@ -140,9 +140,7 @@ def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return fakes
 
 
-def _as_fakes(
-    examples: Sequence[torch.Tensor],
-) -> tuple[FakeTensorMode, Sequence[torch.Tensor]]:
+def _as_fakes(examples: Sequence[torch.Tensor]) -> tuple[FakeTensorMode, Sequence[torch.Tensor]]:
     """Return fake examples, with the given ones' symbols or with fixed sizes, and their mode."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

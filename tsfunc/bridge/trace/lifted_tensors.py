@@ -42,9 +42,7 @@ from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
-from tsfunc.bridge.tracers.tracer import (
-    BackwardPass,
-)
+from tsfunc.bridge.tracers.tracer import BackwardPass
 from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
 from tsfunc.dispatch.state import tls
 

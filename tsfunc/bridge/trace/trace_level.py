@@ -34,12 +34,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import new_fake
 from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, fixed_metadata, results_of
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.sizes.symbolic_numbers import (
-    call_past_parser,
-    shape_node,
-    size_node,
-    symbols_in,
-)
+from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
@@ -71,17 +66,8 @@ from tsfunc.bridge.tracers.tracer import (
     TracerLevel,
     function_handler,
 )
-from tsfunc.bridge.tracers.user_queries import (
-    has_symbols,
-    suppress_guards,
-)
-from tsfunc.dispatch import (
-    DispatchKey,
-    Operator,
-    current_levels,
-    register_fallback,
-    running_level,
-)
+from tsfunc.bridge.tracers.user_queries import has_symbols, suppress_guards
+from tsfunc.dispatch import DispatchKey, Operator, current_levels, register_fallback, running_level
 from tsfunc.errors import DataDependentError
 from tsfunc.user_code import source_line, user_location
 

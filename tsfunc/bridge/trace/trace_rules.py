@@ -14,31 +14,15 @@ import torch
 import torch.fx
 from torch._C import DisableTorchFunction
 
-from tsfunc.bridge.sizes.symbolic_numbers import (
-    call_past_parser,
-)
+from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.tensor_guards import offset_outside
-from tsfunc.bridge.trace.trace_level import (
-    TraceLevel,
-    TraceTracer,
-    trace_kernel,
-    tracing_here,
-)
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, trace_kernel, tracing_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
-from tsfunc.bridge.tracers.tracer import (
-    metadata,
-)
-from tsfunc.bridge.tracers.user_queries import (
-    defer_guards,
-    has_symbols,
-)
-from tsfunc.dispatch import (
-    DispatchKey,
-    current_levels,
-    register,
-)
+from tsfunc.bridge.tracers.tracer import metadata
+from tsfunc.bridge.tracers.user_queries import defer_guards, has_symbols
+from tsfunc.dispatch import DispatchKey, current_levels, register
 
 T = TypeVar("T")
 

@@ -20,12 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers
-from tsfunc.bridge.tracers.tracer import (
-    BackwardPass,
-    Tracer,
-    innermost_level,
-    metadata,
-)
+from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata
 
 _METHOD: Final = torch.Tensor.backward
 _FUNCTION: Final = torch.autograd.backward

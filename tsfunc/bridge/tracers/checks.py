@@ -240,9 +240,4 @@ def _assert_async(
 
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _assert_async, torch._assert_async)
-function_rules.add(
-    Stage.METHOD,
-    _is_all_true,
-    torch._is_all_true,
-    torch.Tensor._is_all_true,
-)
+function_rules.add(Stage.METHOD, _is_all_true, torch._is_all_true, torch.Tensor._is_all_true)

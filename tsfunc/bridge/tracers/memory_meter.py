@@ -17,11 +17,7 @@ import threading
 from typing import Any
 
 import torch
-from torch._C._autograd import (
-    _disable_profiler_legacy,
-    _enable_profiler_legacy,
-    _profiler_enabled,
-)
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from tsfunc.bridge.tracers.interrupts import undoing

@@ -70,16 +70,7 @@ class Form:
             arguments and the values of its keyword arguments, or -1 for the default.
     """
 
-    __slots__ = (
-        "as_it_is",
-        "defaults",
-        "named",
-        "op",
-        "packed",
-        "places",
-        "positions",
-        "result",
-    )
+    __slots__ = ("as_it_is", "defaults", "named", "op", "packed", "places", "positions", "result")
 
     def __init__(self, op: TorchOperator, result: Any) -> None:
         self.op, self.result = op, result

@@ -22,11 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _functorch,
-    _skip_one_hop_torch_function,
-)
+from torch._C import DisableTorchFunctionSubclass, _functorch, _skip_one_hop_torch_function
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import resolve_name

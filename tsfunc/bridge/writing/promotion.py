@@ -32,11 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import (
-    DisableTorchFunction,
-    _storage_Use_Count,
-    _swap_tensor_impl,
-)
+from torch._C import DisableTorchFunction, _storage_Use_Count, _swap_tensor_impl
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.nesting import is_differentiated

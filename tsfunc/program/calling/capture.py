@@ -263,12 +263,7 @@ class _Trace:
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
         axes = MeshAxes().bound if tls.state.levels else nullcontext
-        with (
-            torch_state.outside_all_levels(),
-            state.outside_all_levels(),
-            axes(),
-            outside_modes(),
-        ):
+        with torch_state.outside_all_levels(), state.outside_all_levels(), axes(), outside_modes():
             self.level = TraceLevel(
                 self.request.label, self.symbols, self.assumptions.records_autograd
             )

@@ -373,10 +373,7 @@ class Variation:
         self.cache.required_numbers |= needed
         self._tried = names = assumptions.varying - needed
         names = frozenset() if names in self.cache.fixed else names
-        return {
-            "varying": names,
-            "dim": None if names.isdisjoint(self.where) else assumptions.dim,
-        }
+        return {"varying": names, "dim": None if names.isdisjoint(self.where) else assumptions.dim}
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""

@@ -29,19 +29,10 @@ from tsfunc.bridge.tracers.torch_settings import hooks_of_all_modules
 from tsfunc.dispatch.state import overriding
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.closure_guards import (
-    Distinct,
-    ResultIs,
-)
-from tsfunc.program.closure.guard_builder import (
-    Closure,
-    GuardBuilder,
-    NumberHistory,
-)
+from tsfunc.program.closure.closure_guards import Distinct, ResultIs
+from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, NumberHistory
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.results import (
-    Updates,
-)
+from tsfunc.program.closure.results import Updates
 from tsfunc.program.closure.side_effects import (
     SideEffect,
     TracedGenerators,

@@ -33,18 +33,8 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import remedies
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.errors import (
-    ClosureError,
-    DataDependentError,
-    EscapedTracerError,
-    TypeCheckError,
-)
-from tsfunc.program.closure.guard_builder import (
-    GuardBuilder,
-    changed,
-    is_namespace,
-    restore,
-)
+from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, TypeCheckError
+from tsfunc.program.closure.guard_builder import GuardBuilder, changed, is_namespace, restore
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
     UnrepeatableValue,
@@ -56,13 +46,7 @@ from tsfunc.program.closure.results import (
 )
 from tsfunc.program.passes.effects import writes, written
 from tsfunc.types.reading import signature_of
-from tsfunc.user_code import (
-    condition_text,
-    error_location,
-    is_installed,
-    is_library,
-    source_line,
-)
+from tsfunc.user_code import condition_text, error_location, is_installed, is_library, source_line
 
 # --- changes that a trace has made outside of itself, and the updates that its program ends with
 

@@ -70,9 +70,7 @@ def _float_text(value: float) -> str:
 
 
 def encode(
-    value: Any,
-    node: Callable[[Any], str] | None = None,
-    other: Callable[[Any], Any] | None = None,
+    value: Any, node: Callable[[Any], str] | None = None, other: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return a value as JSON.
 

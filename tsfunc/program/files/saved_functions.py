@@ -192,10 +192,7 @@ def function_bytes(function: SavedFunction) -> bytes:
 
 
 def _write_programs(
-    function: SavedFunction,
-    tensors: TensorWriter,
-    state: StateWriter,
-    entries: dict[str, bytes],
+    function: SavedFunction, tensors: TensorWriter, state: StateWriter, entries: dict[str, bytes]
 ) -> dict[ProgramData, int]:
     """Write the programs, equal programs once; return the number of each program."""
     numbers: dict[ProgramData, int] = {}

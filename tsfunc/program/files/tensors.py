@@ -18,10 +18,7 @@ from safetensors.torch import load, save
 
 from tsfunc.errors import FileFormatError
 from tsfunc.program.fields import Field
-from tsfunc.program.files.json_values import (
-    NoFileForm,
-    ValueReader,
-)
+from tsfunc.program.files.json_values import NoFileForm, ValueReader
 from tsfunc.types.values import plain_name
 
 # The dtypes that every version of safetensors has.

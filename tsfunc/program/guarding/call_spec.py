@@ -140,10 +140,7 @@ def example_call(
 
 
 def _at_shape(
-    example: torch.Tensor,
-    shape: Sequence[Any],
-    requires_grad: bool,
-    fake: LazyFakeMode,
+    example: torch.Tensor, shape: Sequence[Any], requires_grad: bool, fake: LazyFakeMode
 ) -> torch.Tensor:
     """Return a tensor like the example, with another shape and the same order of strides."""
     order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))

@@ -252,9 +252,7 @@ def refuse_arrays(
 
 
 def _dims(
-    value: torch.Tensor,
-    forms: Sequence[DimForm] | None,
-    named_dims: Mapping[str, Dim],
+    value: torch.Tensor, forms: Sequence[DimForm] | None, named_dims: Mapping[str, Dim]
 ) -> tuple[DimForm, ...]:
     dims: list[DimForm] = []
     forms = (*(None,) * (value.dim() - len(forms or ())), *(forms or ()))

@@ -109,11 +109,7 @@ class Aliases:
         sharing: yields the arguments of a call whose memory its results may share, as `aliased`.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        sharing: Sharing | None = None,
-    ) -> None:
+    def __init__(self, graph: torch.fx.Graph, sharing: Sharing | None = None) -> None:
         self._sharing = sharing or aliased
         self._parent: dict[Any, Any] = {}
         self._escaping: set[torch.fx.Node] = set()
@@ -182,12 +178,7 @@ _OUTSIDE = "outside"
 # Views that autograd takes for tensors of their own: their schemas declare no aliases.
 _UNDECLARED = frozenset(
     f"aten::{name}"
-    for name in (
-        "_unsafe_view",
-        "unsafe_chunk",
-        "unsafe_split.Tensor",
-        "unsafe_split_with_sizes",
-    )
+    for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes")
 )
 
 

@@ -511,10 +511,7 @@ def verification_is_on() -> bool:
 
 
 def simplify(
-    name: str,
-    graph: torch.fx.Graph,
-    lifted: Collection[str],
-    frozen: Mapping[str, torch.Tensor],
+    name: str, graph: torch.fx.Graph, lifted: Collection[str], frozen: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Run every pass.
 

@@ -65,10 +65,7 @@ def takes(func: Callable[..., Any], count: int) -> bool | None:
     return len(needed) in (0, count)
 
 
-_POSITIONAL: Final = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def operands_of(

@@ -70,9 +70,7 @@ def while_loop(cond_fun: _Function, body_fun: _Function, init: Any) -> Any:
             return list(new) if isinstance(init, list) else tuple(new)
 
     return torch_while_loop(
-        lambda carry: _truth(cond_fun(carry)),
-        lambda carry: _owned(body_fun(carry)),
-        _owned(init),
+        lambda carry: _truth(cond_fun(carry)), lambda carry: _owned(body_fun(carry)), _owned(init)
     )
 
 

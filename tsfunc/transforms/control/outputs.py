@@ -23,13 +23,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.transforms.abstract_eval import AbstractTensor
-from tsfunc.types import (
-    DimSpec,
-    MetaTensorType,
-    TSTensor,
-    TSType,
-    of_value,
-)
+from tsfunc.types import DimSpec, MetaTensorType, TSTensor, TSType, of_value
 from tsfunc.types.control_flow_types import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
 from tsfunc.types.lattice import nominal_view

@@ -87,9 +87,7 @@ class PhysicalBatch:
             for x, batched in zip(self.operands[:count], self.batched, strict=False)
         ]
         return PhysicalBatch(
-            [*first, *self.operands[count:]],
-            [True] * count + [*self.batched[count:]],
-            self.size,
+            [*first, *self.operands[count:]], [True] * count + [*self.batched[count:]], self.size
         )
 
     def without(self, count: int) -> PhysicalBatch:
