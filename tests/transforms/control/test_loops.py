@@ -221,6 +221,15 @@ def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, 
     assert torch.Tensor not in calls  # it was not run
 
 
+def test_a_body_without_steps_may_refer_to_itself() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if callable(body) else x
+
+    for _ in range(2):
+        out = while_loop(lambda x: x < 0, body, torch.tensor(1.0))
+        assert out.item() == 1.0
+
+
 def test_a_loop_without_steps_does_not_check_a_body_that_reads_numbers() -> None:
     def fails(c: torch.Tensor) -> torch.Tensor:
         raise IndexError

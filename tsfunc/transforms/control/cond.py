@@ -57,7 +57,6 @@ from tsfunc.transforms.control.derived_operators import (
     pull_back,
     push_forward,
 )
-from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import (
     check_branches,
     combine_leaves,
@@ -69,6 +68,7 @@ from tsfunc.transforms.control.rank_agreement import (
     agreed_predicate,
     axes_of_exchanges,
 )
+from tsfunc.transforms.control.skipped_bodies import check_other_branches
 
 Branch = Callable[..., Any]
 _Result = TypeVar("_Result")

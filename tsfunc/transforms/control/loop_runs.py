@@ -57,7 +57,7 @@ from tsfunc.transforms.control.outputs import (
     where,
 )
 from tsfunc.transforms.control.scan import pull_back_through
-from tsfunc.transforms.control.zero_steps import check_zero_steps
+from tsfunc.transforms.control.skipped_bodies import check_zero_steps
 
 ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "

@@ -26,7 +26,7 @@ from tsfunc.transforms.control.control_recording import record_scan
 from tsfunc.transforms.control.loop_runs import ADVICE, CountedLoop, Loop
 from tsfunc.transforms.control.outputs import as_tensor
 from tsfunc.transforms.control.rank_agreement import agreed_loop, axes_of_exchanges
-from tsfunc.transforms.control.zero_steps import check_zero_steps
+from tsfunc.transforms.control.skipped_bodies import check_zero_steps
 
 _Carry = TypeVar("_Carry")
 
