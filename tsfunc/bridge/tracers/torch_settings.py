@@ -34,7 +34,6 @@ whether any function mode is active, such as the mode that ``set_default_device`
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -207,77 +206,10 @@ def _ends_with_users(stack: Any) -> bool:
     return bool(stack) and getattr(stack[-1], "_mode_key", None) is None
 
 
-# --- seeds
-
-
-class _WatchedGenerator:
-    """A replacement of the default generator while some thread traces."""
-
-    def __init__(self) -> None:
-        self.traces: dict[object, tuple[int, str]] = {}  # thread id and name of each trace
-        self.lock = threading.Lock()
-
-    def start(self, trace: object, label: str) -> None:
-        """Watch the generator for a trace on this thread."""
-        module: Any = torch.random
-        with self.lock:
-            self.traces[trace] = threading.get_ident(), label
-            module.default_generator = self
-
-    def stop(self, trace: object) -> None:
-        """Stop watching the generator for a trace."""
-        module: Any = torch.random
-        with self.lock:
-            self.traces.pop(trace, None)
-            if not self.traces:
-                module.default_generator = torch.default_generator
-
-    def __getattr__(self, name: str) -> Any:
-        thread = threading.get_ident()
-        traces = reversed(tuple(self.traces.values()))
-        label = next((label for of, label in traces if of == thread), None)
-        if label is not None and _is_user_call():
-            raise TypeCheckError(
-                f"{label}: the seed or the state of torch's random numbers is set or read at "
-                f"{user_location()} (.{name} of the default generator), which a program does not "
-                f"do again. Do it before the call, or use a torch.Generator that is seeded before."
-            )
-        return getattr(torch.default_generator, name)
-
-
-_watched = _WatchedGenerator()
-
-
-@contextlib.contextmanager
-def no_seeding(label: str) -> Iterator[None]:
-    """Context manager that stops the user's code from seeding or reading the default generator.
-
-    Args:
-        label: the name of the trace in errors.
-    """
-    trace = object()
-    with undoing(functools.partial(_watched.stop, trace)):
-        _watched.start(trace, label)
-        yield
-
-
-# The modules that call the generator for the caller of a function of ``torch.random``.
-_BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
-
-
-def _is_user_call() -> bool:
-    """True if code outside of torch and this package calls a function of ``torch.random``."""
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is not None and is_user_frame(frame)
-
-
 # --- changes of the process for as long as some thread traces
 
 
-class _SharedChange:
+class SharedChange:
     """A change of the process that lasts while one of its blocks is active, on any thread.
 
     Args:
@@ -305,6 +237,64 @@ class _SharedChange:
             self._active.discard(block)
             if not self._active:
                 self._undo()
+
+
+# --- seeds
+
+
+class _Seeding(threading.local):
+    """Attribute ``label``: the name of the innermost trace of this thread in errors, or None."""
+
+    label: str | None = None
+
+
+_seeding: Final = resets(_Seeding())
+
+
+class _WatchedGenerator:
+    """A replacement of the default generator while some thread traces."""
+
+    def __getattr__(self, name: str) -> Any:
+        if _seeding.label is not None and _is_user_call():
+            raise TypeCheckError(
+                f"{_seeding.label}: the seed or the state of torch's random numbers is set or read "
+                f"at {user_location()} (.{name} of the default generator), which a program does "
+                f"not do again. Do it before the call, or use a torch.Generator that is seeded "
+                f"before."
+            )
+        return getattr(torch.default_generator, name)
+
+
+_RANDOM: Final[Any] = torch.random
+_WATCHED: Final = _WatchedGenerator()
+_traces_watch_seeds: Final = SharedChange(
+    lambda: setattr(_RANDOM, "default_generator", _WATCHED),
+    lambda: setattr(_RANDOM, "default_generator", torch.default_generator),
+)
+
+
+@contextmanager
+def no_seeding(label: str) -> Iterator[None]:
+    """Context manager that stops the user's code from seeding or reading the default generator.
+
+    Args:
+        label: the name of the trace in errors.
+    """
+    with overriding(_seeding, label=label), _traces_watch_seeds():
+        yield
+
+
+# The modules that call the generator for the caller of a function of ``torch.random``.
+_BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
+
+
+def _is_user_call() -> bool:
+    """True if code outside of torch and this package calls a function of ``torch.random``."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and is_user_frame(frame)
 
 
 # --- the flag of torch.compiler.is_compiling
@@ -366,7 +356,7 @@ def _reset_flag() -> None:
         torch.compiler._is_compiling_flag = False
 
 
-traces_compile: Final = _SharedChange(_set_flag, _reset_flag)
+traces_compile: Final = SharedChange(_set_flag, _reset_flag)
 """A block in which ``torch.compiler.is_compiling()`` is True inside of traces, on any thread."""
 
 
@@ -417,7 +407,7 @@ def _restore_all() -> None:
         _replace(replaced, others, own)
 
 
-traces_replace_functions: Final = _SharedChange(_replace_all, _restore_all)
+traces_replace_functions: Final = SharedChange(_replace_all, _restore_all)
 """A block in which the functions of :func:`replaces_in_traces` are in their modules."""
 
 

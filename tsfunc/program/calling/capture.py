@@ -14,9 +14,8 @@ from __future__ import annotations
 import functools
 import gc
 import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -37,6 +36,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import (
+    SharedChange,
     no_seeding,
     outside_modes,
     traces_compile,
@@ -79,34 +79,24 @@ from tsfunc.user_code import error_location
 
 _SELDOM = (50_000, 50, 1_000)  # number of new objects, then of younger collections per older one
 
-_lock = threading.Lock()
-_traces: Final[set[object]] = set()
 _before = gc.get_threshold()
 
 
-@contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Context manager that makes collections rare: NOTE [collections while tracing].
-
-    Any number of threads may be inside it at a time.
-    """
+def _collect_seldom() -> None:
     global _before
-    trace = object()
-    with undoing(functools.partial(_end_rare_collection, trace)):
-        with _lock:
-            if not _traces:
-                _before = gc.get_threshold()
-            _traces.add(trace)
-            if 0 < _before[0] < _SELDOM[0]:  # 0: the collector is turned off
-                gc.set_threshold(*_SELDOM)
-        yield
+    now = gc.get_threshold()
+    if 0 < now[0] < _SELDOM[0]:  # 0: the collector is turned off
+        _before = now
+        gc.set_threshold(*_SELDOM)
 
 
-def _end_rare_collection(trace: object) -> None:
-    with _lock:
-        _traces.discard(trace)
-        if not _traces and gc.get_threshold() == _SELDOM:
-            gc.set_threshold(*_before)
+def _collect_as_before() -> None:
+    if gc.get_threshold() == _SELDOM:
+        gc.set_threshold(*_before)
+
+
+rare_garbage_collection: Final = SharedChange(_collect_seldom, _collect_as_before)
+"""A block in which collections are rare: NOTE [collections while tracing]."""
 
 
 # --- capture
