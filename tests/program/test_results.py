@@ -178,6 +178,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "generator": (_generator, r"a generator, which computes.*list\("),
     "map": (lambda x: map(torch.neg, [x]), r"a map, which computes"),
     "inside": (lambda x: {"a": [iter([x])]}, "a list_iterator, which computes"),
+    "attribute": (lambda x: SimpleNamespace(items=_generator(x)), "a generator, which computes"),
     "closure": (lambda x: lambda y: x + y, "a function that refers to traced values"),
     "partial": (lambda x: functools.partial(torch.add, x), "a partial that refers to traced"),
     "method": (lambda x: Box(x).get, "a method.* that refers to traced"),

@@ -143,7 +143,7 @@ def align(
 
     Args:
         args: the tensors; other values are returned unchanged.
-        dims: the batch dim of each, or None.
+        bdims: the batch dim of each, or None.
         right: the number of dims that follow the batch dim. By default, it is the number of dims
             that follow it in the batched tensor of the largest rank, which is then not moved. If
             an unbatched tensor has a larger rank, all dims follow the batch dim, so that each

@@ -67,7 +67,7 @@ class AbstractTensor:
 def abstract_results(
     label: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return a function's result with a `Look` in place of each tensor, without computing it.
+    """Return a function's result with an `AbstractTensor` for each tensor, without computing it.
 
     Args:
         label: the name of the call in error messages.
@@ -83,9 +83,9 @@ def abstract_results(
         body = BodyLevel(trace, HiddenVmaps())
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in examples])
-            return pytrees.tree_map(_look_of, func(*args, **kwargs))
+            return pytrees.tree_map(_abstract, func(*args, **kwargs))
     return pytrees.tree_map(
-        _look_of, abstract_eval(_request(label, name_of(func), func, examples, tree))
+        _abstract, abstract_eval(_request(label, name_of(func), func, examples, tree))
     )
 
 
@@ -167,7 +167,7 @@ def _request(
     return TraceRequest(label, name, func, examples, tree, inputs)
 
 
-def _look_of(leaf: Any) -> Any:
+def _abstract(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return AbstractTensor(tuple(leaf.shape), leaf.dtype, leaf.device)

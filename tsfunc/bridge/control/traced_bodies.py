@@ -31,7 +31,7 @@ class TracedBody:
 
     Attributes:
         level: its level, with the graph.
-        leaves: the flat results: traced tensors, and Python numbers until ``settle``.
+        leaves: the flat results: traced tensors, and Python numbers until ``convert_results``.
         spec: the structure of the results.
     """
 

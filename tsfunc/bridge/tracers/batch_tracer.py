@@ -378,7 +378,7 @@ def unwrap_args(args: Sequence[Any], current: BatchLevel | None = None) -> Unwra
 
     Args:
         args: the arguments of a call.
-        at: the level; by default that of the innermost tracer.
+        current: the level; by default that of the innermost tracer.
 
     Returns:
         The level, or None if no tracer of :data:`TRACERS` is among the arguments, or if one level

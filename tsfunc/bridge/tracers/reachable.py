@@ -155,8 +155,8 @@ class Reachable:
                             yield from _of_tensor(tensor)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
-        yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
-        held = gc.get_referents(*(function.__closure__ or ()))
+        yield function.__dict__
+        held = held_by(function)
         yield from held
         if is_installed(function):
             return
@@ -236,6 +236,14 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 # --- the contents of objects
+
+
+def held_by(value: Any) -> Iterable[Any]:
+    """Return the objects that an object holds; for a function, its closure and its defaults."""
+    if type(value) is not types.FunctionType:
+        return _contents_of(value, type(value))
+    cells = gc.get_referents(*(value.__closure__ or ()))
+    return [*cells, value.__defaults__, value.__kwdefaults__]
 
 
 def _contents_of(value: Any, kind: type) -> Iterable[Any]:

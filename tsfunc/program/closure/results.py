@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import keyword
 import re
 import types
@@ -52,6 +51,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.reachable import held_by
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
 from tsfunc.types.values import same_value
@@ -366,7 +366,7 @@ class _Results:
                 f"a {kind.__name__}, which computes its items only after the function has returned",
                 "Return the items: list(...)",
             )
-        if not _is_container(value) and not _reaches(value, set()):
+        if not _is_container(value) and not _reaches(value):
             return value
         if id(value) in self._above:
             self._refuse(f"a {kind.__qualname__} that refers to itself", "Return its parts")
@@ -433,46 +433,20 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _reaches(value: Any, seen: set[int]) -> bool:
+def _reaches(value: Any) -> bool:
     """True if an object is traced or refers to a traced value, directly or indirectly."""
-    if isinstance(value, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
-        return True
-    if isinstance(value, _NOT_SEARCHED) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(_reaches(each, seen) for each in _references(value))
+    pending, met = [value], set[int]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return True
+        if not isinstance(each, _NOT_SEARCHED) and id(each) not in met:
+            met.add(id(each))
+            pending += held_by(each)
+    return False
 
 
 _NOT_SEARCHED = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType)
-
-
-def _references(value: Any) -> Iterator[Any]:
-    """Yield the objects that an object refers to: elements, attributes, closure variables."""
-    leaves = pytrees.leaves_of(value)
-    if len(leaves) != 1 or leaves[0] is not value:
-        yield from leaves
-        return
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not assigned
-                continue
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-        yield value.__func__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, _VIEWS):
-        yield from value.mapping.values()
-    else:
-        yield from _items(value).values()
-        yield from _attributes(value).values()
-
-
-_VIEWS: Any = (type({}.values()), type({}.items()))
 
 
 # --- names of the tensors that a program reads from outside, as a module names them

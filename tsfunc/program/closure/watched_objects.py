@@ -36,7 +36,7 @@ STATE = ("_parameters", "_buffers", "_modules")
 
 
 class WatchedObject:
-    """A watched object: its contents when it was first on_method, and the reads of it.
+    """A watched object: its contents when it was first met, and the reads of it.
 
     Args:
         value: the object.

@@ -202,6 +202,7 @@ class ProgramState:
         field: the JSON of the program's state, if it has any.
         state: the cells.
         results: the number of results of the graph beyond those of the function.
+        values: reads values.
 
     Attributes:
         closure_guards: the guards on the cells; they return the values that the program reads.
