@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.shape_probe import ENOUGH, ShapeProbe, at
+from tsfunc.bridge.sizes.strides import dense_strides_like
 from tsfunc.bridge.tracers.user_queries import suppress_guards
 
 
@@ -69,12 +70,7 @@ def _fitted(
         if size is None:
             return None
         shape.append(size)
-    order = sorted(range(first.dim()), key=lambda d: (first.stride(d), -d))
-    strides: list[Any] = [1] * first.dim()
-    step: Any = 1
-    for dim in order:
-        strides[dim] = step
-        step = step * shape[dim]
+    strides = dense_strides_like(shape, first.stride())
     with DisableTorchFunction(), fake, suppress_guards(fake):
         return torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 

@@ -53,7 +53,7 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
     if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
         return None
     if contiguous:
-        strides: list[int] | None = _dense_strides(shape, [*reversed(range(len(shape)))])
+        strides: list[int] | None = dense_strides(shape, [*reversed(range(len(shape)))])
         return None if strides == list(result.stride()) else strides
     broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
     strides = None if broadcasts else _common_strides(operands)
@@ -81,7 +81,7 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
             x.is_contiguous(memory_format=order) for x in operands
         ):
             dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
-            return _dense_strides(first.shape, [*reversed(dims)])
+            return dense_strides(first.shape, [*reversed(dims)])
     same = all(x.stride() == first.stride() for x in operands)
     return list(first.stride()) if same and _is_dense(first) else None
 
@@ -127,16 +127,23 @@ def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
                 at = k
             elif order_of_pair < 0:
                 break
-    return _dense_strides(shape, order)
+    return dense_strides(shape, order)
 
 
-def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+def dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
     """Return the strides of a tensor without gaps, whose innermost dims come first in the order."""
-    strides, step = [0] * len(shape), 1
+    strides: list[Any] = [0] * len(shape)
+    step: Any = 1
     for dim in order:
-        strides[dim] = step
-        step *= max(shape[dim], 1)
+        strides[dim], size = step, shape[dim]
+        step = step * (max(size, 1) if isinstance(size, int) else size)
     return strides
+
+
+def dense_strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:
+    """Return the strides of a tensor without gaps, in the order of other strides."""
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
+    return dense_strides(shape, order)
 
 
 # --- the strides of views

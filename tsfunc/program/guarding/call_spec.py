@@ -14,6 +14,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
+from tsfunc.bridge.sizes.strides import dense_strides_like
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
@@ -135,20 +136,11 @@ def example_call(
         shape = spec.shape(named)
         own = spec.example.requires_grad
         wanted = own if requires_grad is None else spec.position in requires_grad
-        flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
+        strides = dense_strides_like(shape, spec.example.stride())
+        flat[spec.position] = new_fake_input(
+            fake, shape, strides, spec.example.dtype, spec.example.device, wanted
+        )
     return flat
-
-
-def _at_shape(
-    example: torch.Tensor, shape: Sequence[Any], requires_grad: bool, fake: LazyFakeMode
-) -> torch.Tensor:
-    """Return a tensor like the example, with another shape and the same order of strides."""
-    order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
-    strides, step = [0] * len(shape), 1
-    for d in order:
-        strides[d] = step
-        step *= max(1, shape[d])
-    return new_fake_input(fake, shape, strides, example.dtype, example.device, requires_grad)
 
 
 def _leaf(value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.sizes.strides import dense_strides_like
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.program.calling.capture import TraceRequest, capture
@@ -216,11 +217,7 @@ def size_of(form: DimForm) -> Any:
 def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
     """Return a tensor without data whose strides have the order of the type's strides."""
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
-    order = sorted(range(len(shape)), key=lambda i: (type_.strides[i], -i))
-    strides, step = [0] * len(shape), 1
-    for i in order:
-        strides[i] = step
-        step *= max(1, shape[i])
+    strides = dense_strides_like(shape, type_.strides)
     made = placeholder(shape, type_.dtype, type_.device, strides)
     return made.requires_grad_() if differentiable(made) else made
 
