@@ -478,17 +478,20 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.PERTURBED,
+    "aten::_softmax": softmax,
+    "aten::_safe_softmax": safe_softmax,
+    "aten::_log_softmax": log_softmax,
+    "aten::logsumexp": logsumexp,
+    "aten::cumprod": cumprod,
+}
+# The operators in torch's tangent formulas of these have a wrong derivative, or none.
+TRACED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,
     "aten::_native_batch_norm_legit.no_stats": batch_norm_no_stats,
     "aten::_batch_norm_with_update": batch_norm_with_update,
-    "aten::_softmax": softmax,
-    "aten::_safe_softmax": safe_softmax,
-    "aten::_log_softmax": log_softmax,
-    "aten::logsumexp": logsumexp,
     "aten::glu": glu,
-    "aten::cumprod": cumprod,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.

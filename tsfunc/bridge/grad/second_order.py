@@ -68,6 +68,7 @@ from tsfunc.ops.differentiable_decompositions import (
     MASKED,
     NESTED_DECOMPOSED,
     PUSHED_DECOMPOSED,
+    TRACED_DECOMPOSED,
     TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
     WEIGHTED,
@@ -114,6 +115,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
             True,
         ),
         (DECOMPOSED, _has_tangent_and_is_differentiated, True),
+        (TRACED_DECOMPOSED, _has_tangent_and_may_be_differentiated, True),
         (TWICE_DECOMPOSED, _differentiated_twice, True),
         (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
         (PUSHED_DECOMPOSED, _has_tangent, True),
@@ -295,13 +297,24 @@ def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
     return _has_tangent(values) and (_recorded(values) or _differentiated_inside(values))
 
 
+def _has_tangent_and_may_be_differentiated(values: Sequence[Any]) -> bool:
+    """True if an argument has a tangent and is, or may be in a program, differentiated by again."""
+    if not _has_tangent(values):
+        return False
+    return _recorded(values) or _traced(values) or _differentiated_inside(values)
+
+
+def _traced(values: Sequence[Any]) -> bool:
+    """True if one of the values is traced: the program may later be differentiated."""
+    return any(hasattr(x, "node") for x in values if isinstance(x, Tracer))
+
+
 def _differentiated_twice(values: Sequence[Any]) -> bool:
     """True if two transforms differentiate by the arguments, or one does in a trace."""
     recorded, pushed = _recorded(values), _has_tangent(values)
     if not (recorded or pushed):
         return False
-    traced = any(hasattr(x, "node") for x in values if isinstance(x, Tracer))
-    return (recorded and pushed) or traced or _differentiated_inside(values)
+    return (recorded and pushed) or _traced(values) or _differentiated_inside(values)
 
 
 def _recorded_again(values: Sequence[Any]) -> bool:
