@@ -26,9 +26,10 @@
 // objects.h has Python objects in C++, levels.h the thread's state, values.h the dispatcher's values,
 // tracers.h the unwrapping and wrapping, plans.h and recipes.h what is to be called,
 // dispatch_handler.h and function_handler.h the two handlers, autograd_kernels.h kernels of
-// derivatives. This file is the module.
+// derivatives, guards.h the checks that guards of programs make. This file is the module.
 #include "autograd_kernels.h"
 #include "function_handler.h"
+#include "guards.h"
 
 namespace {
 
@@ -89,6 +90,8 @@ PyMethodDef definitions[] = {
      "Register the kernel of lazy zeros."},
     {"install_copy_of_conjugates", install_copy_of_conjugates, METH_NOARGS,
      "Register the kernel of copies of lazy conjugates."},
+    {"tensor_check", tensor_check, METH_O, "Return the check of tensors like some examples."},
+    {"settings_check", settings_check, METH_O, "Return the check of torch's settings."},
     {"leaves", leaves, METH_O, "Return the leaves of the graphs of tensors."},
     {"wrap", reinterpret_cast<PyCFunction>(python_wrap), METH_FASTCALL,
      "Wrap a value as a tracer of a level."},

@@ -169,8 +169,9 @@ def _size_expressions() -> None:
 @entry(
     "Guards in C++",
     "torch._C._dynamo.guards.TensorGuards",
-    use="A program's guard compares the metadata of all fixed-size tensors in one call.",
-    stand_in="Comparisons in Python, which take ten times as long.",
+    use="A program's guard compares the metadata of all fixed-size tensors in one call, without "
+    "the compiled handlers.",
+    stand_in="The compiled handlers, or comparisons in Python, which take ten times as long.",
     risk=Risk.HIGH,
 )
 def _guards() -> None:

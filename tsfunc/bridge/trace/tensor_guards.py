@@ -33,6 +33,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -95,30 +96,38 @@ def is_tensor_of(value: Any, cls: type) -> bool:
     return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
-def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+def quick_check(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool] | None:
     """Return a function that is True only for tensors with the same properties as the examples.
 
-    The function may be False for tensors that do match: tensors of another class, or one tensor at
-    two positions. Such tensors need a full check.
+    The function may be False for tensors that do match, such as tensors of another class. Such
+    tensors need a full check.
 
     Args:
         examples: tensors with their sizes and strides.
 
     Returns:
-        The function, which takes as many tensors as there are examples; None without examples, or
-        if an example is not a plain strided tensor.
+        The function, which takes a list or tuple of as many tensors as there are examples; None
+        without examples, or if an example is not a plain strided tensor.
     """
     if not examples or any(
         type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in examples
     ):
         return None
-    # torch's annotation is one list for all tensors; the function takes a list of lists.
-    sizes: Any = [list(x.shape) for x in examples]
-    strides: Any = [list(x.stride()) for x in examples]
     with torch_state.outside_all_levels():
+        if _handlers is not None:
+            compiled_check: Callable[[Sequence[Any]], bool] = _handlers.tensor_check(
+                tuple(examples)
+            )
+            return compiled_check
+        # torch's annotation is one list for all tensors; the function takes a list of lists.
+        sizes: Any = [list(x.shape) for x in examples]
+        strides: Any = [list(x.stride()) for x in examples]
         guards = TensorChecks(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
-    return check
+    return lambda tensors: check(*tensors)
+
+
+_handlers = compiled.load()
 
 
 # --- guards on other properties

@@ -61,6 +61,7 @@ from torch.nn.modules import module
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import overriding, tls
@@ -163,7 +164,14 @@ def settings_condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
     parts.append("autocast() != casts" if casts else "any_autocast()")
     ours = "default_device() != device"
     parts.append(f"modes() and {ours}" if device == _CPU else ours)
-    return " or ".join(parts)
+    changed = " or ".join(parts)
+    if _handlers is None or casts or device != _CPU or plain[-1] != "":
+        return changed
+    scope["are_settings"] = _handlers.settings_check(tuple(plain[:-1]))  # False may be wrong
+    return f"not are_settings() and ({changed})"
+
+
+_handlers = compiled.load()
 
 
 # --- modes

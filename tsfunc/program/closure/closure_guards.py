@@ -315,7 +315,7 @@ class TensorConstant(SourceGuard):
             )
         ]
         tensors = [guard.tensor for guard in guards]
-        return lines_of_tensors(variables, tensors, one_by_one, code)
+        return lines_of_tensors(f"({', '.join(variables)},)", tensors, one_by_one, code)
 
 
 @dataclass(frozen=True, eq=False)

@@ -455,17 +455,24 @@ def strides_condition(at: str, example: torch.Tensor) -> str:
 
 
 def lines_of_tensors(
-    variables: Sequence[str],
+    tensors: str,
     examples: Sequence[torch.Tensor],
     one_by_one: Iterable[str],
     code: GuardCode,
 ) -> Iterator[str]:
-    """Check tensors of fixed sizes at once in C++, and by other lines if that fails."""
+    """Check tensors of fixed sizes at once in C++, and by other lines if that fails.
+
+    Args:
+        tensors: the Python expression of a list or tuple of the tensors.
+        examples: the tensors of the traced call.
+        one_by_one: the other lines.
+        code: receives the objects that the lines use.
+    """
     check = quick_check(examples)
     if check is None:
         yield from one_by_one
         return
-    yield f"if not {code.name(check)}({', '.join(variables)}):"
+    yield f"if not {code.name(check)}({tensors}):"
     yield from (f"    {line}" for line in one_by_one)
 
 

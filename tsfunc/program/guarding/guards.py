@@ -222,9 +222,9 @@ class TensorMeta(ArgumentGuard):
     def lines_of_many(cls, guards: Sequence[TensorMeta], code: GuardCode) -> Iterator[str]:
         fixed = [guard for guard in guards if guard.spec.is_fixed]
         yield from super().lines_of_many([x for x in guards if not x.spec.is_fixed], code)
-        every = [f"args[{guard.position}]" for guard in fixed]
+        every = "".join(f"args[{guard.position}], " for guard in fixed)
         yield from lines_of_tensors(
-            ["*args"] if len(fixed) == code.count else every,
+            "args" if len(fixed) == code.count else f"({every})",
             [guard.spec.example for guard in fixed],
             super().lines_of_many(fixed, code),
             code,
