@@ -115,6 +115,7 @@ struct Captured {
     grad_mode = slot(state, slots.grad_mode) == Py_True &&
         (at::GradMode::is_enabled() ||
          (PyLong_AsLong(slot(state, slots.quiet)) == 0 && pass != -1 &&
+          PyLong_AsLong(PyList_GET_ITEM(slot(state, slots.passes), 0)) > 0 &&
           pass != PyLong_AsLong(slot(state, slots.rerun_by))));
   }
 

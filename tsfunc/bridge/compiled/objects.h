@@ -84,7 +84,7 @@ struct Names {
   X("state", levels, "levels")                                                                  \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")               \
   X("torch_state", quiet, "quiet") X("torch_state", in_modes, "in_modes")                       \
-  X("torch_state", rerun_by, "rerun_by")                                                        \
+  X("torch_state", rerun_by, "rerun_by") X("torch_state", passes, "passes")                     \
   X("operator", direct_rule, "direct_rule") X("operator", by_tracers, "by_tracers")             \
   X("operator", overload, "overload") X("operator", composite, "composite")                     \
   X("operator", written, "written") X("operator", inplace, "inplace")                           \

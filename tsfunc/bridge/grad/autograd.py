@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
-from tsfunc.bridge.tracers.torch_state import records_on_values, set_grad_mode
+from tsfunc.bridge.tracers.torch_state import own_passes, records_on_values, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import current_levels
@@ -389,19 +389,24 @@ def backward(
     for level in current_levels():
         if isinstance(level, TracerLevel):
             level.on_backward_pass()
+    passes = own_passes()
+    passes[0] += 1
     engine: Any = Variable._execution_engine
-    with watching_random() if create_graph else nullcontext():
-        return list(
-            engine.run_backward(
-                tuple(out for out, _ in kept),
-                tuple(ct for _, ct in kept),
-                retain_graph or create_graph,
-                create_graph,
-                tuple(inputs),
-                True,
-                accumulate_grad=False,
+    try:
+        with watching_random() if create_graph else nullcontext():
+            return list(
+                engine.run_backward(
+                    tuple(out for out, _ in kept),
+                    tuple(ct for _, ct in kept),
+                    retain_graph or create_graph,
+                    create_graph,
+                    tuple(inputs),
+                    True,
+                    accumulate_grad=False,
+                )
             )
-        )
+    finally:
+        passes[0] -= 1
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:

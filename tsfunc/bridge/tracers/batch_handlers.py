@@ -303,7 +303,12 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
     want = captured.grad_mode and (
-        grad or (not captured.quiet and _current_graph_task_id() not in (-1, captured.rerun_by))
+        grad
+        or (
+            captured.passes[0] > 0
+            and not captured.quiet
+            and _current_graph_task_id() not in (-1, captured.rerun_by)
+        )
     )
     if want is not grad:
         _set_grad_enabled(want)

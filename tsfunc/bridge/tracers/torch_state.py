@@ -191,12 +191,32 @@ def _captured_key_sets() -> _KeySets:
     return sets
 
 
+class _Passes(threading.local):
+    """``count``: a list of the number of tsfunc's backward passes that run on this thread."""
+
+    count: list[int] | None = None
+
+
+_passes: Final = resets(_Passes())
+
+
+def own_passes() -> list[int]:
+    """Return the list of one number, how many backward passes of tsfunc run on this thread."""
+    count = _passes.count
+    if count is None:
+        count = _passes.count = [0]
+    return count
+
+
 class TorchState:
     """The part of torch's thread-local state that a level captures, without autocast.
 
     ``rerun_by`` is the backward pass, by id, that runs the function again (``mark_rerun``), or -1.
     ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
-    results are not differentiated: the pass must not be recorded there. ``paused`` is True while
+    results are not differentiated: the pass must not be recorded there. ``passes`` is a list of one
+    number, shared by the levels of a thread: how many backward passes of tsfunc run. Only these
+    turn grad mode off without meaning the values of a level; in a pass that the function starts,
+    for example by ``torch.autograd.grad``, grad mode means the values too. ``paused`` is True while
     ``grad_mode`` is False because a function turned grad mode off. ``guards`` are free guards that
     restore the sets for a single call; ``key_sets`` has both sets as 16 bytes, for compiled
     handlers.
@@ -205,8 +225,8 @@ class TorchState:
     """
 
     __slots__ = (
-        "exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "paused", "quiet",
-        "rerun_by",
+        "exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "passes", "paused",
+        "quiet", "rerun_by",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -218,6 +238,7 @@ class TorchState:
         self.grad_mode = _is_grad_enabled()
         self.in_modes = _len_torch_dispatch_stack() > 0
         self.quiet = 0
+        self.passes = own_passes()
         self.rerun_by = _reruns.by
         self.paused = False
 
@@ -240,10 +261,12 @@ def _with_autocast(exclude: Any) -> Any:
 def records_on_values(state: TorchState) -> bool:
     """True if autograd records on the values inside of a level's tensors.
 
-    The engine turns grad mode off while it runs a backward pass, which does not mean these values.
+    The engine turns grad mode off for a backward pass of tsfunc, which does not mean these values.
     """
     now = torch.is_grad_enabled() or (
-        not state.quiet and _current_graph_task_id() not in (-1, state.rerun_by)
+        not state.quiet
+        and state.passes[0] > 0
+        and _current_graph_task_id() not in (-1, state.rerun_by)
     )
     return state.grad_mode and now
 
