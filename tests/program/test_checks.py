@@ -125,6 +125,19 @@ class TestOfData:
             s(x)
         assert x.item() == -2
 
+    def test_a_function_that_writes_into_its_own_tensors_raises_its_error(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            fine = x > 0
+            fine &= x < 10
+            if not fine.all():
+                raise ArithmeticError("out of range")
+            return x.log()
+
+        s = specialize(f)
+        torch.testing.assert_close(s(torch.ones(2)), torch.zeros(2))
+        with pytest.raises(ArithmeticError, match="out of range"):
+            s(-torch.ones(2))
+
     def test_a_file_does_not_have_the_function(self, tmp_path: Path) -> None:
         s = specialize(self.logarithm)
         s(torch.ones(2))

@@ -68,6 +68,7 @@ def environment_class() -> Any:
             self.guard_origins: list[tuple[Location, bool, bool]] = []
             self.reasons: dict[Location, str] = {}
             self.counts = False
+            self.refused: Any = None  # the last condition on data that has no answer
             self.parts: dict[Any, Any] = {}
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,7 @@ def environment_class() -> Any:
             except GuardOnDataDependentSymNode:
                 answer = _answer_of_data(self, expr, inspect.currentframe())
                 if answer is None:
+                    self.refused = expr
                     raise
                 return answer
             finally:

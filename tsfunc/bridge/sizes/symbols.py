@@ -423,6 +423,8 @@ class Symbols:
 
         if isinstance(error, GuardOnDataDependentSymNode):
             return self._spell_data(error.cond), True
+        if GuardOnDataDependentSymNode.__name__ in text and self._env.refused is not None:
+            return self._spell_data(self._env.refused), True  # raised through TorchScript's C++
         return self.in_users_names(text), False
 
     def _spell_data(self, expr: Any) -> str:

@@ -4,8 +4,10 @@ A trace has no data, but the elements of a tensor that is computed from sizes an
 alone are known: each is a number, or an expression in the sizes. A read of such an element gives
 that number, as if the function had computed it without tensors.
 
-The elements are computed when they are read, from the nodes that lead to the tensor. An operator
-that only moves elements runs on their positions in a list; arithmetic appends to the list.
+The elements are computed when they are read, from the nodes that lead to the tensor. Integers may
+depend on sizes: an operator that only moves elements runs on their positions in a list, and
+arithmetic appends to the list. If no size is open, as in ``(torch.linspace(0, 1, 5) > 0).all()``,
+the operators themselves run.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import optree
 import torch
 import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import state
 
 MOST_ELEMENTS: Final = 64  # of a tensor whose elements are followed
 MOST_NODES: Final = 256  # that lead to a number
+MOST_CONSTANT_ELEMENTS: Final = 1 << 16  # of a tensor that is computed to read a number
 _DTYPES: Final = (torch.int64, torch.bool)  # a number in them is exact
 _INT64: Final = 1 << 63
 
@@ -32,7 +37,7 @@ class _Unknown(Exception):
     """The elements do not follow from sizes and plain numbers."""
 
 
-def number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+def known_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return the element of a tensor of one element, if it follows from sizes and plain numbers.
 
     Args:
@@ -42,6 +47,12 @@ def number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tens
     Returns:
         A number, or a symbolic number; None if it is not known.
     """
+    number = _number_of_sizes(node, made) if node.meta["val"].dtype in _DTYPES else None
+    return _constant_number(node, made) if number is None else number
+
+
+def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+    """Return an integer or a bool that may depend on sizes; None if it is not known."""
     try:
         order = [] if node in made else _ancestors(node, made)
         if not order or _is_written(node.graph, {*order}):
@@ -111,6 +122,77 @@ def _is_written(graph: torch.fx.Graph, nodes: set[torch.fx.Node]) -> bool:
     return False
 
 
+def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+    """Return a Python number that is computed from plain numbers alone; None if it is not known.
+
+    The operators run as they will in the program, which checks the settings of torch that they
+    depend on.
+    """
+    order = _constant_ancestors(node, made)
+    if not order or torch_state.in_dispatch_modes() or _is_written(node.graph, {*order}):
+        return None
+    values: dict[torch.fx.Node, Any] = {}
+    outside = torch_state.outside_all_levels(), state.outside_all_levels()
+    with outside[0], outside[1], torch.no_grad():
+        for each in order:
+            if _is_literal(each, made):
+                values[each] = made[each.all_input_nodes[0]]
+                continue
+            args, kwargs = torch.fx.map_arg((each.args, each.kwargs), values.__getitem__)
+            call = operator.getitem if each.target is operator.getitem else each.meta["op"].overload
+            values[each] = call(*args, **kwargs)
+            kinds = [
+                [(x.dtype, x.shape) for x in optree.tree_leaves(result)]
+                for result in (values[each], each.meta.get("val", values[each]))
+            ]
+            if kinds[0] != kinds[1]:
+                return None
+        return values[node].item()
+
+
+def _constant_ancestors(
+    node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
+) -> list[torch.fx.Node] | None:
+    """Return the nodes that a node is computed from, in order; None if one is not a constant."""
+    order: dict[torch.fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        each = pending[-1]
+        if each in order:
+            pending.pop()
+            continue
+        if len(order) + len(pending) > MOST_NODES or not _is_constant_call(each):
+            return None
+        literal = _is_literal(each, made)
+        inputs = [x for x in each.all_input_nodes if x not in order and not literal]
+        if inputs:
+            pending += inputs
+        else:
+            order[pending.pop()] = None
+    return [*order]
+
+
+def _is_literal(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
+    """True if a node is the tensor that ``torch.tensor(data)`` has made in the function."""
+    return _name(node) == "lift_fresh_copy" and node.args[0] in made
+
+
+def _is_constant_call(node: torch.fx.Node) -> bool:
+    """True if a call of torch's operators returns small tensors, the same at every run."""
+    op, values = node.meta.get("op"), optree.tree_leaves(node.meta.get("val"))
+    called = isinstance(op, TorchOperator) and (
+        op.overload.namespace == "aten"
+        and not (op.writes or op.asserts or op.random or op.packet in UNDEFINED)
+    )
+    return (called or node.target is operator.getitem) and all(
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and all(type(size) is int for size in value.shape)
+        and value.numel() <= MOST_CONSTANT_ELEMENTS
+        for value in values
+    )
+
+
 class _Elements:
     """The elements of tensors, as positions in one list of numbers."""
 
@@ -146,8 +228,8 @@ class _Elements:
         if node.target is operator.getitem:
             return self._positions[node.args[0]][node.args[1]]  # type: ignore[index]
         source = node.args[0] if node.args else None
-        if name == "lift_fresh_copy" and isinstance(source, torch.fx.Node) and source in self._made:
-            constant = self._made[source]
+        if _is_literal(node, self._made):
+            constant = self._made[source]  # type: ignore[index]
             return self._new(constant.flatten().tolist(), constant.shape)
         if name in _FACTORIES:
             return self._new([self._number(node.args[_FACTORIES[name]])], ()).expand(

@@ -256,7 +256,8 @@ def _name_of(target: Callable[..., Any]) -> str | None:
 
 # The types of the numbers that methods read.
 _READS = {
-    "__bool__": bool, "__float__": float, "__index__": int, "__int__": int, "is_nonzero": bool,
+    "__bool__": bool, "__complex__": complex, "__float__": float, "__index__": int,
+    "__int__": int, "is_nonzero": bool,
 }  # fmt: skip
 
 # Operators whose results share memory with an argument and are not views of it to autograd.
@@ -350,15 +351,13 @@ class TraceTracer(Tracer):
 
         A number, or a symbolic number; None for any other tensor.
         """
-        value = self.value
-        if value.dtype not in (torch.int64, torch.bool) or value.device.type != "cpu":
+        one = all(type(size) is int and size == 1 for size in self.value.shape)
+        if not one or self.value.device.type != "cpu":
             return None
-        if not all(type(size) is int and size == 1 for size in value.shape):
-            return None
-        from tsfunc.bridge.trace.numbers_in_tensors import number_of_sizes
+        from tsfunc.bridge.trace.numbers_in_tensors import known_number
 
         made = {tracer.node: tensor for tensor, tracer in self.dispatch_level.lifted.values()}
-        return number_of_sizes(self.node, made)
+        return known_number(self.node, made)
 
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1 and not self.value.is_complex():

@@ -474,6 +474,12 @@ def bind_arguments(
         yield names[name], value
 
 
+# The packets whose results have undefined elements.
+UNDEFINED: Final = frozenset({
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+})  # fmt: skip
+
+
 def draws(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if a call may draw random numbers.
 

@@ -6,8 +6,8 @@ For ``if (x < 0).any(): raise ValueError(...)`` and for
 exception or the message (NOTE [checks of arguments] in ``dispatch/user_checks``). If such a check
 fails, the function itself is called with the arguments of the call. A test of a tensor raises the
 function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
-message added. The function is not called if the program has written before the check, for example
-into an argument, since the function would write again.
+message added. The function is not called if the program has written into an argument, or another
+value from outside, before the check, since the function would write again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.errors import FailedCheckError
-from tsfunc.program.passes.effects import writes
+from tsfunc.program.passes.effects import Aliases, writes, written
 from tsfunc.program.program import Program
 
 _FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
@@ -55,9 +55,13 @@ def raise_user_assertion(
 
 
 def _is_user_check(program: Program, message: str) -> bool:
-    """True if a check of the function has the message, and nothing is written before it."""
+    """True if a check of the function has the message, and no value from outside is written before.
+
+    The function writes into the tensors that it makes itself again.
+    """
+    aliases = Aliases(program.graph)
     for node in program.graph.nodes:
-        if writes(node):
+        if writes(node) and any(map(aliases.is_from_outside, written(node))):
             return False
         op = node.meta.get("op")
         if "engine_check" in node.meta:

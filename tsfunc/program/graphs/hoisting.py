@@ -41,7 +41,7 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator
 from tsfunc.bridge.tracers.write_counts import write_counts
 from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
@@ -57,7 +57,6 @@ from tsfunc.program.passes.effects import (
     writes,
     written,
 )
-from tsfunc.program.passes.simplify import UNDEFINED
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 Compile = Callable[[ProgramData, Sequence[Any]], Run]

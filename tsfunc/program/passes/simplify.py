@@ -29,7 +29,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.operators import TorchOperator, bind_arguments, operator_of
+from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator, bind_arguments, operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 from tsfunc.program.passes.compose_views import compose_views
@@ -316,11 +316,6 @@ def _frozen(value: Any) -> Any:
 
 
 MOST_ELEMENTS = 1 << 16  # limit for a constant that a program keeps
-
-# The elements of their results are undefined.
-UNDEFINED = frozenset({
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-})  # fmt: skip
 
 
 def fold_constants(
