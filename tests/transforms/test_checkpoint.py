@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import tsfunc
 from tests.transforms.support import leaves, same
-from tsfunc import checkpoint, grad, jvp, specialize, vjp, vmap
+from tsfunc import checkpoint, grad, jacrev, jvp, linearize, specialize, vjp, vmap
 from tsfunc import checkpoint_policies as policies
 from tsfunc.bridge.tracers.memory_meter import Meter
 
@@ -439,3 +439,28 @@ def test_a_second_run_ends_where_torch_ends_it(
         again = grad(lambda x, w: loss(checkpoint, x, w), argnums)(x, w)
         same(got, want)
         same(again, want)
+
+
+def _pulled_twice(x: Tensor) -> Tensor:
+    out, pull = vjp(torch.sin, x)
+    _, push = vjp(lambda ct: pull(ct)[0], torch.zeros_like(out))
+    tangent: Tensor = push(torch.ones_like(x))[0]
+    return tangent
+
+
+def _pushed(x: Tensor) -> Tensor:
+    _, push = linearize(torch.sin, x)
+    return push(torch.ones_like(x)) * push(x)
+
+
+@pytest.mark.parametrize("f", [_pulled_twice, _pushed])
+def test_a_pullback_runs_derivatives_in_the_function_again(f: Any) -> None:
+    """The pullback of a checkpoint runs after the function's own derivatives have ended."""
+    x, ct = torch.randn(2, 4, dtype=torch.float64)
+    _, expected = vjp(f, x)
+    _, pull = vjp(checkpoint(f), x)
+    for _ in range(2):
+        torch.testing.assert_close(pull(ct), expected(ct))
+    torch.testing.assert_close(jacrev(checkpoint(f))(x), jacrev(f)(x))
+    mapped = vmap(lambda x: vjp(checkpoint(f), x)[1](ct)[0])(x.expand(3, 4))
+    torch.testing.assert_close(mapped, expected(ct)[0].expand(3, 4))

@@ -32,7 +32,12 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
-from tsfunc.bridge.tracers.torch_state import own_passes, records_on_values, set_grad_mode
+from tsfunc.bridge.tracers.torch_state import (
+    in_rerun,
+    own_passes,
+    records_on_values,
+    set_grad_mode,
+)
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import current_levels
@@ -217,9 +222,10 @@ def reaches_other_leaves(
 
     The derivatives of such outputs must be differentiable, because an outer transform may
     differentiate by those leaves. Leaves that have ended do not count, except inside of a jvp,
-    whose tangents may be lost in a pass that is not recorded.
+    whose tangents may be lost in a pass that is not recorded, and in a function that the pullback
+    of an ended vjp runs again.
     """
-    skip_ended = not can_carry_tangents()
+    skip_ended = not can_carry_tangents() and not in_rerun()
 
     def is_other(variable: torch.Tensor) -> bool:
         own = any(variable is leaf for leaf in leaves) or (skip_ended and has_ended(variable))

@@ -299,6 +299,11 @@ def mark_rerun(states: Sequence[TorchState]) -> Iterator[None]:
             state.rerun_by = by
 
 
+def in_rerun() -> bool:
+    """True in a function that a backward pass runs again, such as that of a checkpoint."""
+    return _reruns.by != -1
+
+
 def in_backward_formula() -> bool:
     """True in a backward pass, except in a function that the pass runs again."""
     return _current_graph_task_id() not in (-1, _reruns.by)
