@@ -54,7 +54,7 @@ def known_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
 def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return an integer or a bool that may depend on sizes; None if it is not known."""
     try:
-        order = [] if node in made else _ancestors(node, made)
+        order = _ancestors(node, lambda x: x in made or "number" in x.meta, _is_followed)
         if not order or _is_written(node.graph, {*order}):
             return None
         known = _Elements(made)
@@ -68,25 +68,24 @@ def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
 
 
 def _ancestors(
-    node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
+    node: torch.fx.Node,
+    is_known: Callable[[torch.fx.Node], bool],
+    is_followed: Callable[[torch.fx.Node], bool],
 ) -> list[torch.fx.Node] | None:
     """Return the nodes that a node is computed from, in order, and the node itself.
 
-    The answer is None if an operator among them is not followed.
+    The answer ends at nodes that are known, and is None if one of the others is not followed.
     """
     order: dict[torch.fx.Node, None] = {}
     pending = [node]
     while pending:
         each = pending[-1]
-        if each in order or "number" in each.meta or each in made:
+        if each in order or is_known(each):
             pending.pop()
             continue
-        if len(order) + len(pending) > MOST_NODES or each.op != "call_function":
+        if len(order) + len(pending) > MOST_NODES or not is_followed(each):
             return None
-        if not _is_followed(each):
-            return None
-        inputs = [x for x in each.all_input_nodes if x not in order and x not in made]
-        inputs = [x for x in inputs if "number" not in x.meta]
+        inputs = [x for x in each.all_input_nodes if x not in order and not is_known(x)]
         if inputs:
             pending += inputs
         else:
@@ -95,7 +94,7 @@ def _ancestors(
 
 
 def _is_followed(node: torch.fx.Node) -> bool:
-    return (
+    return node.op == "call_function" and (
         node.target is operator.getitem
         or _name(node) in _FOLLOWED
         or (node.meta.get("op") is not None and node.meta["op"].is_view)
@@ -128,7 +127,7 @@ def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
     The operators run as they will in the program, which checks the settings of torch that they
     depend on.
     """
-    order = _constant_ancestors(node, made)
+    order = _ancestors(node, made.__contains__, lambda x: _is_constant_call(x, made))
     if not order or torch_state.in_dispatch_modes() or _is_written(node.graph, {*order}):
         return None
     values: dict[torch.fx.Node, Any] = {}
@@ -150,35 +149,15 @@ def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
         return values[node].item()
 
 
-def _constant_ancestors(
-    node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
-) -> list[torch.fx.Node] | None:
-    """Return the nodes that a node is computed from, in order; None if one is not a constant."""
-    order: dict[torch.fx.Node, None] = {}
-    pending = [node]
-    while pending:
-        each = pending[-1]
-        if each in order:
-            pending.pop()
-            continue
-        if len(order) + len(pending) > MOST_NODES or not _is_constant_call(each):
-            return None
-        literal = _is_literal(each, made)
-        inputs = [x for x in each.all_input_nodes if x not in order and not literal]
-        if inputs:
-            pending += inputs
-        else:
-            order[pending.pop()] = None
-    return [*order]
-
-
 def _is_literal(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
     """True if a node is the tensor that ``torch.tensor(data)`` has made in the function."""
     return _name(node) == "lift_fresh_copy" and node.args[0] in made
 
 
-def _is_constant_call(node: torch.fx.Node) -> bool:
+def _is_constant_call(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
     """True if a call of torch's operators returns small tensors, the same at every run."""
+    if any(x in made for x in node.all_input_nodes) and not _is_literal(node, made):
+        return False  # a tensor from outside
     op, values = node.meta.get("op"), optree.tree_leaves(node.meta.get("val"))
     called = isinstance(op, TorchOperator) and (
         op.overload.namespace == "aten"
