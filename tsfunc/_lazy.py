@@ -30,10 +30,6 @@ _T = TypeVar("_T")
 def uninterrupted(call: Callable[..., _T], *args: Any) -> _T:
     """Make a call; Ctrl-C waits for its end: NOTE [Ctrl-C while something is loaded].
 
-    Args:
-        call: the function.
-        args: its arguments.
-
     Raises:
         Exception: any exception of the call.
     """

@@ -54,7 +54,6 @@ def flatten(
     """Return the leaves of a tree, ``None`` among them, and its structure.
 
     Args:
-        tree: the tree.
         is_leaf: returns True for a container that is to be treated as a leaf.
     """
     leaves, structure = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)

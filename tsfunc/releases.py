@@ -21,11 +21,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def warn_if_untested(version: str) -> None:
-    """Warn if a version of torch is newer than every release that the package was tested with.
-
-    Args:
-        version: the version of torch.
-    """
+    """Warn if a version of torch is newer than every release that the package was tested with."""
     newest = max(TESTED_TORCH, key=release)
     if release(version) > release(newest):
         warnings.warn(

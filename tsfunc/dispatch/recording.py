@@ -33,7 +33,6 @@ def run_as(
 
     Args:
         operator: the name of the operator or function that was called.
-        level: the level of the call.
         rule: the rule, called with ``args``.
         how: the kind of the rule in the report.
     """

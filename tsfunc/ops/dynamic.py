@@ -128,8 +128,6 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
     """Return the indices of nonzero elements; the examples must agree on their number.
 
     Args:
-        op: the operator, for errors.
-        level: the vmap level.
         masks: tensors with the batch dim first.
 
     Returns:

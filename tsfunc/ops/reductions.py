@@ -46,7 +46,6 @@ def reduction(
     """Return the rule of a reduction over ``args[position]``: an int, a list, or None (all dims).
 
     Args:
-        position: the index of the dims in ``args``.
         keep: the index of keepdim; None if keepdim is keyword-only or missing.
         default: the dims if they are not given.
         between: the defaults of the arguments between the tensor and the dims.

@@ -326,8 +326,6 @@ def _check_pairs(
     """Compare pairs of transforms with the loop over the examples.
 
     Args:
-        func: the function of one example.
-        args: the batches.
         rtol, atol: the tolerances; without ``atol`` it is measured.
         widely: the function in float64, which measures the errors of rounding.
     """

@@ -253,7 +253,7 @@ def _check_batch(
 ) -> None:
     rows = [
         [
-            leaf if dim is None else _example(leaf, i)
+            leaf if dim is None else (leaf * (1 + i / 16) if differentiable(leaf) else leaf.clone())
             for leaf, dim in zip(leaves, bdims, strict=True)
         ]
         for i in range(size)
@@ -277,11 +277,6 @@ def _check_batch(
             f"{error}"
         ) from error
     same(what, got, pytrees.unflatten(outs[0][1], want), rtol, atol)
-
-
-def _example(x: torch.Tensor, i: int) -> torch.Tensor:
-    """Return another example near the given one, where the function is likely to be defined."""
-    return x * (1 + i / 16) if differentiable(x) else x.clone()
 
 
 def _double(leaf: Any) -> Any:

@@ -70,8 +70,6 @@ def abstract_results(
     """Return a function's result with an `AbstractTensor` for each tensor, without computing it.
 
     Args:
-        label: the name of the call in error messages.
-        func: takes and returns pytrees.
         args, kwargs: the arguments of ``func``; a :class:`MetaTensorType` stands for a tensor.
     """
     flat, tree = pytrees.flatten((tuple(args), dict(kwargs)))
@@ -91,11 +89,6 @@ def abstract_results(
 
 def without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Return a function's result with fake tensors, which have a type and no data.
-
-    Args:
-        label: the name of the trace in error messages.
-        func: takes and returns pytrees.
-        args: the arguments of ``func``.
 
     Raises:
         DataDependentError: the function needs data.

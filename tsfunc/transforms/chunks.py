@@ -69,9 +69,7 @@ def chunk_sizes_for(
 
     Args:
         spec: the arguments of vmap.
-        flat: the flattened inputs.
         bdims: the dim that each is mapped over, or None.
-        size: the number of examples.
         rest: the other arguments of the function.
         models: the memory models of earlier calls.
     """

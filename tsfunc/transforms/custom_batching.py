@@ -64,10 +64,6 @@ def call_rule(
     """Call a ``custom_vmap`` rule if an argument is batched, and the function otherwise.
 
     Args:
-        label: the description of the rule for error messages.
-        rule: the rule.
-        args: the arguments.
-        otherwise: the function.
         check: called with the arguments of one example and the rule's result.
     """
     leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, args))

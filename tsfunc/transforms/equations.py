@@ -172,7 +172,6 @@ def solve_equation(equation: Linear | Root, given: Values, consts: Values) -> li
     """Return the solution, followed by the solver's other results.
 
     Args:
-        equation: the equation.
         given: the right-hand side, or the guess.
         consts: the values that the equation's functions close over.
     """

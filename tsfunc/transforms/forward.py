@@ -246,7 +246,10 @@ def _push(
             values.append(value)
             pushed.append(tangent)
         if has_aux:
-            aux = pytrees.tree_map(lambda x: _primal(x, level), aux)
+            aux = pytrees.tree_map(
+                lambda x: _primal_and_tangent(x, level)[0] if isinstance(x, torch.Tensor) else x,
+                aux,
+            )
     results = pytrees.unflatten(out_spec, values), pytrees.unflatten(out_spec, pushed)
     return (*results, aux) if has_aux else results
 
@@ -264,10 +267,6 @@ def _primal_and_tangent(
     ):
         return value, None
     return autograd.unpack_dual(value)
-
-
-def _primal(value: Any, level: TracerLevel | None) -> Any:
-    return _primal_and_tangent(value, level)[0] if isinstance(value, torch.Tensor) else value
 
 
 def _by_double_backward(

@@ -220,8 +220,6 @@ def mapped(
     """Return the dims counted from the front, and the size that the mapped dims share.
 
     Args:
-        spec: the spec of the vmap.
-        flat: the flattened inputs.
         dims: an entry of ``in_dims`` for each flattened input.
         given: the inputs before flattening, for the names in messages.
     """

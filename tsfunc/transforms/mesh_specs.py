@@ -58,8 +58,6 @@ def match_specs(label: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> 
     """Return the spec of each leaf of a tree; ``specs`` is a prefix of the tree.
 
     Args:
-        label: the name of the specs in error messages.
-        specs: a spec, or a pytree of specs.
         tree: the arguments or results.
         sizes: the sizes of the mesh axes that specs may name.
 

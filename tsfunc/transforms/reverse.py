@@ -377,10 +377,6 @@ def _transformed(
     """Return the function that a transform of reverse mode gives to the user.
 
     Args:
-        name: the transform.
-        func: the function of the user.
-        argnums: the argument of the transform.
-        has_aux: the argument of the transform.
         call: computes the result for the arguments and keyword arguments of ``func``.
     """
 

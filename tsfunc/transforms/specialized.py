@@ -560,9 +560,6 @@ def read_loaded(
     """Return the function of an open file.
 
     Args:
-        file: the file.
-        label: its name in errors.
-        classes: classes by their names in the file, as for ``load``.
         device: the device in place of those in the file.
     """
     # Imported here: files need safetensors, which `import tsfunc` must not import.

@@ -218,7 +218,6 @@ def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] |
     """Return the inputs with collections as nodes, and a dim for each leaf; None without any.
 
     Args:
-        spec: the spec of the vmap.
         given: the positional arguments; with ``in_dims`` by name, these and the keyword arguments.
 
     Raises:
@@ -303,9 +302,6 @@ def returned_collections(
     """Return the results with collections as nodes, and a dim for each leaf; None without any.
 
     Args:
-        spec: the spec of the vmap.
-        out: the result of the function.
-        size: the number of examples.
         whole: True if the collections have the mapped dim already.
     """
     if (opened := _opaque_leaves(out)) is None:

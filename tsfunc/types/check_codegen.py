@@ -43,7 +43,6 @@ def generate(type_: Generated, decide: Callable[[Any], Fits]) -> Fits:
     """Return a function of a value that returns True only if the value has the type.
 
     Args:
-        type_: the type.
         decide: returns such a function for a type that generated code does not decide: a class
             with fields, an interface, a future.
     """
@@ -62,9 +61,7 @@ def generate_call(
 
     Args:
         name: the function's name in Python's errors about too many or too few arguments.
-        signature: the signature of the checked function.
         types: parameter name to type; sizes of one name are equal within all of them.
-        decide: as in :func:`generate`.
     """
     source = _TypeSource(decide, signature.parameters)
     absent = source.new(_ABSENT)
@@ -315,7 +312,6 @@ def generate_check(
     The function returns None if the generated code does not decide the call.
 
     Args:
-        descriptors: the descriptors by parameter name.
         signature: the function's signature, which has the defaults.
 
     Returns:

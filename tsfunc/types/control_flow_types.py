@@ -66,13 +66,7 @@ same type from each branch.
 
 
 def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -> list[str]:
-    """Return a line for each path at which the types of two branches are incompatible.
-
-    Args:
-        left, right: the types.
-        path: the path of the types.
-        exact: as for `join_branches`.
-    """
+    """Return a line for each path at which the types of two branches are incompatible."""
     candidates = (
         _fault(f"At {at}" if at else "There", one, other, exact)
         for at, one, other in differences(left, right, path)

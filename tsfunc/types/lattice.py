@@ -112,7 +112,6 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
     See NOTE [the order of descriptors].
 
     Args:
-        narrower: the type of each parameter.
         wider: the types of the same parameters; names of sizes hold in all of them.
     """
     ones = list(narrower)

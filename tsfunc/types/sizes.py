@@ -296,8 +296,6 @@ class SizeSum:
         """Return the sum for a name with which this sum has a value.
 
         Args:
-            name: the name to solve for.
-            value: the value of this sum.
             meaning: the sums that replace the other names.
 
         Returns:
@@ -514,7 +512,9 @@ def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return ["-", 0, _form_of(operand, names, text)]
         case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if (
-            is_int(power) and power <= HIGHEST_POWER and not _has_power(base)
+            is_int(power)
+            and power <= HIGHEST_POWER
+            and not any(isinstance(each, ast.Pow) for each in ast.walk(base))
         ):
             return ["*", 1, 1, *[_form_of(base, names, text)] * power]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:
@@ -531,8 +531,3 @@ def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
                 f"{text!r}: an expression joins integers and names by +, -, * and //, and raises "
                 f"them to powers up to {HIGHEST_POWER}; {ast.unparse(node)!r} is none of these"
             )
-
-
-def _has_power(node: ast.expr) -> bool:
-    """True if an expression contains a power; powers of powers could be huge."""
-    return any(isinstance(each, ast.Pow) for each in ast.walk(node))

@@ -68,7 +68,6 @@ def read_type(
     """Return the type that a text describes.
 
     Args:
-        text: the type.
         scope: see `tsfunc.types.parse`.
         resolve: returns the type of the object that a name refers to.
         of_call: the same for a descriptor; if given, the text is parsed as a descriptor.

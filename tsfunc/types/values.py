@@ -481,7 +481,6 @@ def tensor_fields(kind: str, dims: str, words: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of `MetaTensorType` for the parts of a tensor's text.
 
     Args:
-        kind: the name of the dtype, or ``tensor``.
         dims: the text between the brackets.
         words: the words after the brackets.
 

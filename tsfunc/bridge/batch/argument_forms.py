@@ -117,7 +117,6 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
     ``writing/reshaped_views`` then sees the call: one example may have a view.
 
     Args:
-        made: the form of the arguments.
         as_view: the operator that takes the same view, or raises if there is none.
     """
 

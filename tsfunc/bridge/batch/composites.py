@@ -42,7 +42,6 @@ def _instead(
     A replacement that returns NotImplemented leaves the call to torch.
 
     Args:
-        functions: the functions of torch.
         numbers: True if it serves only calls in which a tensor stands for a number.
         leaves: True for kinds of arguments for which it always returns NotImplemented.
     """

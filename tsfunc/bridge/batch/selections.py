@@ -57,7 +57,6 @@ class SelectionRules(FunctionRules):
         """Declare a rule for functions of torch.
 
         Args:
-            rule: the rule.
             names: the functions' names, separated by spaces.
             owners: the modules and classes that have the functions; torch and Tensor by default.
         """

@@ -140,10 +140,6 @@ def _items(index: Any, rank: int) -> list[Any]:
     return [*items, *rest]
 
 
-def _from_front(index: Any, size: int) -> torch.Tensor:
-    return torch.where(index < 0, index + size, index)
-
-
 def _item_positions(item: Any, size: int) -> torch.Tensor:
     """Return the positions along a dim of ``size`` that an item selects; an int may be negative."""
     if not isinstance(item, slice):
@@ -158,7 +154,7 @@ def _item_positions(item: Any, size: int) -> torch.Tensor:
 
 def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
     value = torch.as_tensor(default if given is None else given, device=like.device)
-    return _from_front(value, size).clamp(0, size)
+    return torch.where(value < 0, value + size, value).clamp(0, size)
 
 
 def _common_count(counts: Any, item: slice) -> int:

@@ -37,8 +37,6 @@ def level_named(name: Any, label: str, *, alone: bool = False) -> Axis:
     """Return the innermost active level that binds an axis.
 
     Args:
-        name: the axis.
-        label: the name of the collective in errors.
         alone: True if the operation does not need the values of other examples.
 
     Raises:

@@ -113,7 +113,6 @@ class ControlFlow:
         A result has the axes of all values that it depends on.
 
         Args:
-            operands: the axes of each operand.
             through: returns the axes of a body's results, given those of the operands that
                 ``Body.inputs`` counts.
         """
@@ -128,12 +127,7 @@ class ControlFlow:
         raise NoTorchOperator(self.name)
 
     def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator | None:
-        """Return the operator without unused operands and results, or None if it can't be reduced.
-
-        Args:
-            count: the number of operands of a call.
-            used: the positions of the results that are used.
-        """
+        """Return the operator without unused operands and results; None if it can't be reduced."""
         return None
 
     def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:

@@ -36,7 +36,6 @@ def retraced(
     """Trace a function of operands, with one choice for all examples of a vmap.
 
     Args:
-        name: its name.
         run: takes as many arguments as there are operands.
         nodes: the nodes of the operands, with their fake values, and numbers.
         outside: returns the node of a symbolic number among the operands or their sizes.

@@ -231,7 +231,6 @@ def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator
     """Context manager: the block runs on the subset alone, and goes on from its examples' draws.
 
     Args:
-        subset: the level of the subset.
         label: the name of the call, for messages.
         roots: the body that the block runs, and its arguments.
     """
@@ -359,14 +358,7 @@ class ArgRemapper:
 
 
 def refused_write(label: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
-    """Return the message for a write into a tensor that a body closes over.
-
-    Args:
-        label: the control flow operator.
-        by: the name of the function that writes.
-        shape: the shape of the tensor.
-        level: the vmap.
-    """
+    """Return the message for a write into a tensor that a body closes over."""
     return (
         f"{label}: the body writes in place ({by}) into a tensor that it closes over, of shape "
         f"{shape}, which only some of the examples of {level.name} are to see. Pass it in as an "

@@ -260,8 +260,6 @@ def depends_on_leaves(value: Any, leaves: Sequence[torch.Tensor], since: int) ->
     """True if a tensor, or a value that it wraps, was computed from leaves of a graph.
 
     Args:
-        value: the tensor.
-        leaves: the leaves.
         since: the smallest sequence number of a node that can depend on the leaves.
     """
     while isinstance(value, torch.Tensor):

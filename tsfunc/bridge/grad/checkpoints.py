@@ -76,8 +76,6 @@ def _generator(
     """Return the steps of a checkpoint whose function runs again at the levels of this call.
 
     Args:
-        fn: the function.
-        args: its arguments.
         make: makes torch's generator for the function that runs again.
     """
     state = tls.state

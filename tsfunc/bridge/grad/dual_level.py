@@ -159,7 +159,6 @@ def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
     """Context manager: the block is in no jvp, neither of plain tensors nor of these levels.
 
     Args:
-        levels: the levels.
         enabled: True if operators propagate tangents in the block.
     """
     plain, counts = outermost.forward, [level.forward for level in levels]

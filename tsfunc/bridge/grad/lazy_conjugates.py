@@ -34,8 +34,6 @@ def _cloned(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any)
     Args:
         overload: ``clone``, which materializes a lazy conjugate.
         rest: the keys after the one that this is a kernel of.
-        keys: the keys of the call.
-        x: the tensor.
         kwargs: the memory format.
     """
     if isinstance(x, Tracer) or not (x.is_conj() or x.is_neg()) or not below_autograd():

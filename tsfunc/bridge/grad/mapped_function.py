@@ -90,11 +90,7 @@ def results_of_rule(
     """Return tracers for the results of a rule in torch's form, ``(output, out_dims)``.
 
     Args:
-        returned: the results of the rule.
-        label: a description of the rule, for errors.
         values: the values that the rule got for ``args``.
-        args: the arguments of the call.
-        level: the level of the results.
 
     Raises:
         RuntimeError: the results are not a pair, or ``out_dims`` does not fit the output.

@@ -116,10 +116,7 @@ def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLev
     """Return the function of arguments and cotangents that pulls the cotangents back.
 
     Args:
-        function: the function.
-        count: the number of its arguments.
         given: the positions of the results that have cotangents.
-        level: the level of the arguments.
     """
 
     def pull(values: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -244,11 +244,7 @@ def _replaced(
     Args:
         decomposition: the operator in other operators. None: its tangents come from its pullback.
         applies: True for arguments with which torch's own formulas are not used.
-        overload: the operator.
         rest: the keys after the one that this is a kernel of.
-        keys: the keys of the call.
-        args: its arguments.
-        kwargs: its keyword arguments.
     """
     # Below autograd, in the kernel of another operator, no derivatives are taken.
     wanted = not below_autograd() and applies((*args, *kwargs.values()))

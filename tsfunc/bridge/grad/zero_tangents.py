@@ -32,12 +32,7 @@ def _call_on_lazy_zero(
 
     Args:
         lazy: torch's own kernel.
-        overload: the operator.
         rest: the keys after the one that this is a kernel of.
-        keys: the keys of the call.
-        x: the first operand.
-        y: the second operand.
-        kwargs: the keyword arguments.
     """
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         # C++ hands Python numbers, lazy zeros among them, to Python as numbers.

@@ -32,9 +32,6 @@ def agree(mesh: Mesh, axis: str, text: str, note: str = "") -> None:
     """Return after all ranks along an axis have called this function with the same text.
 
     Args:
-        mesh: the mesh.
-        axis: the axis.
-        text: the text.
         note: an addition to this rank's text in the message, which is not compared.
 
     Raises:
@@ -59,7 +56,6 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
     Each program is agreed on once: NOTE [marks of programs] in ``program/passes/mesh``.
 
     Args:
-        axis: the axis.
         mesh: the names and sizes of the axes, followed by the program's mark, if it has one.
         call: a description of the next exchange.
 

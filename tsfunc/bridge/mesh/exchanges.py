@@ -199,9 +199,6 @@ def permuted_counts(
 
     Args:
         ints: the sources of the permutation, then their destinations.
-        elements: the number of elements of a value.
-        size: the number of ranks.
-        me: the rank.
     """
     half = len(ints) // 2
     sends, receives = [0] * size, [0] * size

@@ -153,12 +153,7 @@ def _store_of(group: Any) -> Any:
 def reporting(
     run: Callable[[Sequence[Any]], Sequence[Any]], texts: Sequence[str]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return the function of a program; its errors are reported over the program's meshes.
-
-    Args:
-        run: the function.
-        texts: the texts of the meshes: NOTE [meshes by text] in ``meshes``.
-    """
+    """Return the function of a program; its errors are reported over the program's meshes."""
 
     @functools.wraps(run)
     def reported(values: Sequence[Any]) -> Sequence[Any]:

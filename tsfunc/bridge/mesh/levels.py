@@ -118,9 +118,7 @@ def cross_boundary(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> t
     """Return a value that all ranks along the axes have, as one per rank or as one of all.
 
     Args:
-        levels: the axes.
         kind: "enter" or "leave".
-        x: the value.
     """
     if (
         all(level.check != "values" for level in levels)

@@ -34,7 +34,6 @@ def gathered(
     parts gets its state unchanged.
 
     Args:
-        module: the module.
         states: the tensors of the call by name, or several such dicts.
         tie_weights: if True, a tensor for one name of a parameter serves its other names.
 

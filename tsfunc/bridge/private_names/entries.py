@@ -155,7 +155,6 @@ def entry(
     """Return a decorator that adds an entry with the decorated function as its check.
 
     Args:
-        title: the purpose.
         names: the names, separated by blanks.
         use: how the bridge uses them.
         stand_in: their possible substitute.

@@ -69,7 +69,6 @@ def form_of_size(size: Any, names: Mapping[Any, Any]) -> Any:
 
     Args:
         size: an int or a symbolic number.
-        names: the name, or the form, of each symbol.
 
     Returns:
         The form, or None if the size contains anything else.
@@ -252,8 +251,6 @@ def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr
     """Return the node that computes an expression.
 
     Args:
-        graph: the graph that records the node.
-        values: the node of each symbol in the expression.
         expr: a sympy expression of ShapeEnv.
     """
     from torch.utils._sympy.interp import sympy_interp

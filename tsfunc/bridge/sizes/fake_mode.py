@@ -187,7 +187,6 @@ def new_fake_input(
     """Return a new fake tensor outside of all levels.
 
     Args:
-        fake: the mode of the fake tensor.
         shape, strides, dtype, device, layout: its metadata; strides are for strided tensors.
         requires_grad: whether it requires grad, if its dtype can.
     """
@@ -309,8 +308,6 @@ def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any
     """Return results as fake tensors.
 
     Args:
-        result: the results.
-        fake: the mode.
         fakes: the fake tensors of arguments, which results may be, by the meta tensor.
     """
     if isinstance(result, Metadata):
@@ -438,7 +435,6 @@ def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """Return the metadata of an operator's results: NOTE [scaled-down calls].
 
     Args:
-        call: the operator's overload.
         args, kwargs: its arguments, with strided tensors of fixed sizes on the CPU.
 
     Returns:

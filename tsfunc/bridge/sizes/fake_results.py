@@ -114,11 +114,8 @@ def results_of(
     """Return the results of an operator on fake values: NOTE [guards of operators].
 
     Args:
-        fake: the mode that computes the results.
         name: the name of the operator, which may have a rule in ``shape_rules``.
-        call: runs the operator.
         writes: whether the operator writes to an argument.
-        args, kwargs: fake values.
     """
     env = fake.shape_env
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
@@ -513,7 +510,6 @@ class FakeCache:
         """Return new results with known metadata.
 
         Args:
-            kept: the metadata.
             tensors: the tensor arguments of the call.
         """
         if kept.container is None:

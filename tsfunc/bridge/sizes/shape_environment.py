@@ -102,8 +102,6 @@ def _answer_of_data(env: Any, expr: Any, evaluating: FrameType | None) -> Any:
     """Return the value of a condition on sizes that depend on data; None if it has none.
 
     Args:
-        env: the environment.
-        expr: the condition.
         evaluating: the frame of ``evaluate_expr``.
     """
     from sympy import Not, false

@@ -99,7 +99,7 @@ class ShapeProbe:
         hints = self.hints
         yield hints
         # Numbers among the arguments may be small or negative, unlike sizes.
-        scalars = [s for s in self.symbols if self._least(s) < 2]
+        scalars = [s for s in self.symbols if float(self.env.var_to_range[s].lower) < 2]
         for value in (-1, 0, 1) if scalars else ():
             yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
         drawn = random.Random(0)
@@ -119,10 +119,6 @@ class ShapeProbe:
         kept = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
         return satisfying(self.needed, within)
-
-    def _least(self, symbol: Any) -> float:
-        """Return the least number that a symbol may be."""
-        return float(self.env.var_to_range[symbol].lower)
 
     def _within(self, symbol: Any, size: Any) -> Any:
         bounds = self.env.var_to_range[symbol]

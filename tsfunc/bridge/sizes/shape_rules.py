@@ -46,7 +46,6 @@ def shape_rule(
     """Return a decorator that registers a rule for some aten operators.
 
     Args:
-        names: the operators.
         fixed: whether the rule comes before torch's kernel for fixed sizes too.
     """
 

@@ -60,7 +60,6 @@ def basic_view(
     """Return the view for the basic items of an index, and the remaining index for that view.
 
     Args:
-        x: the tensor.
         items: the items of its index, without Ellipsis.
         consumed: returns the number of dims that an item indexes.
     """

@@ -190,13 +190,7 @@ class Symbols:
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def add_number(self, name: str, value: int | float, variable: str) -> Any:
-        """Return a symbolic number for a number that the function reads during the trace.
-
-        Args:
-            name: its name.
-            value: its value in the call.
-            variable: its variable in the guard.
-        """
+        """Return a symbolic number for a number that the function reads during the trace."""
         if self._env is None:
             self._make_symbols()
         self._values[name], self._read[name] = value, variable
@@ -275,7 +269,6 @@ class Symbols:
         """Check assertions of a block in the graph of a body, and let them hold only in the block.
 
         Args:
-            graph: the graph of the body.
             number: records a symbolic number in the graph.
         """
         self._bodies.append((graph, number))

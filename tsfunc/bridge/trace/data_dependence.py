@@ -8,12 +8,7 @@ from tsfunc.user_code import LIBRARIES, Location, source_line, user_location
 
 
 def data_dependent_message(name: str, label: str) -> str:
-    """Return the message for an operator or a method that needs data in a trace.
-
-    Args:
-        name: the operator or the method.
-        label: the name of the trace.
-    """
+    """Return the message for an operator or a method that needs data in a trace."""
     location = user_location()
     frame = caller_of_handlers()
     advice = NUMPY_ADVICE if name in NUMPY_READS else remedies()

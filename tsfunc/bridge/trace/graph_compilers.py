@@ -59,8 +59,6 @@ def inductor(
     """Compile a graph with Inductor, with torch's own random numbers, as in eager mode.
 
     Args:
-        module: the graph.
-        examples: the example inputs.
         decompositions: operators to decompose, in addition to Inductor's own decompositions.
 
     Raises:

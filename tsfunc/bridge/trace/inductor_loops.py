@@ -76,7 +76,6 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
     """Make the missing symbols in the sizes of a loop's results operands of the loop.
 
     Args:
-        graph: the graph with the loop.
         loop: a ``scan`` or ``map_impl``.
         at: the index of the argument with the operands of each call of the body.
     """

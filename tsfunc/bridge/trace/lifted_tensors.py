@@ -96,7 +96,7 @@ class BackwardPasses:
     def serve(self, call: BackwardPass) -> bool:
         """See ``TracerLevel.allows_backward_outside``."""
         given = (*call.results, *(call.inputs or ()))
-        if not all(self._is_here(x) for x in given):
+        if not all(isinstance(x, TraceTracer) and x.dispatch_level is self.level for x in given):
             return False
         if any(x.tracks for x in given):
             self.require()
@@ -156,10 +156,6 @@ class BackwardPasses:
         with DisableTorchFunctionSubclass():
             graphs = [x for x in (*results, *outside) if isinstance(x, torch.Tensor) and x.grad_fn]
             return all(not self._freed.isdisjoint(nodes_of([x])) for x in graphs)
-
-    def _is_here(self, value: Any) -> bool:
-        """True if a tensor is the trace's own."""
-        return isinstance(value, TraceTracer) and value.dispatch_level is self.level
 
     def _reach(self, leaf: Any) -> None:
         """Prepare the ``.grad`` of a leaf that a pass is about to add to."""

@@ -41,7 +41,6 @@ def known_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
     """Return the element of a tensor of one element, if it follows from sizes and plain numbers.
 
     Args:
-        node: the node of the tensor.
         made: the tensors of plain numbers that the function has made, by their nodes.
 
     Returns:

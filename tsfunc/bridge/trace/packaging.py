@@ -20,7 +20,6 @@ def write_aoti_package(program: torch.export.ExportedProgram, path: str | os.Pat
     """Compile an exported program with a C++ compiler, and write the package.
 
     Args:
-        program: the exported program.
         path: the file of the package; its name ends with ``.pt2``.
     """
     from torch._inductor import aoti_compile_and_package
@@ -32,10 +31,6 @@ def write_aoti_package(program: torch.export.ExportedProgram, path: str | os.Pat
 
 def write_onnx(program: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
     """Write an exported program as an ONNX model, whose inputs have the names of the arguments.
-
-    Args:
-        program: the exported program.
-        path: the file of the model.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.

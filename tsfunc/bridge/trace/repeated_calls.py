@@ -149,7 +149,6 @@ class RepeatedCalls:
         """Return the results of a call.
 
         Args:
-            func, args, kwargs: the call.
             call: makes it, if it repeats no earlier one.
             dispatched: True in the dispatch handler, which is below autograd and autocast.
         """

@@ -68,7 +68,6 @@ def check_layout(value: torch.Tensor, name: str | None = None) -> None:
     """Refuse a tensor whose layout a trace can't follow.
 
     Args:
-        value: the tensor.
         name: the argument that it belongs to; None for a tensor from elsewhere.
 
     Raises:

@@ -31,8 +31,6 @@ def exported_by_torch(
     """Export a module with ``torch.export``.
 
     Args:
-        module: the module to export.
-        args, kwargs: the example arguments.
         dynamic_shapes: the dynamic shapes by parameter, in torch.export's format.
     """
     with _oblivious():

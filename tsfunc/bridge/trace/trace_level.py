@@ -471,11 +471,9 @@ def record_on_nodes(
     """Record a call of an operator that writes nothing; return its node and its results.
 
     Args:
-        op: the operator.
         args, kwargs: its arguments, with nodes for tensors, and lists for tuples.
         results: its results on fake values.
         any_tracks: True if autograd tracks one of its tensors.
-        level: the level of the trace.
     """
     tracks = torch.is_grad_enabled()
     node = _record_node(op, args, kwargs, tracks, level)

@@ -43,10 +43,6 @@ def copied(
     None if the metadata can't be a key.
 
     Args:
-        cls: the class of the tracer.
-        value: the fake tensor.
-        level: the level.
-        metadata: the metadata of the trace's tensors.
         originals: the originals of the level; gets another one if there is none.
     """
     try:

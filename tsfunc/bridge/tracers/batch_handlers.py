@@ -196,11 +196,8 @@ def _computed(
     """Return what a plan computes from the values; NotImplemented leaves the call to the table.
 
     Args:
-        plan: the plan.
-        level: the level of the call.
         direct: True if the plan's function is called on the values.
         values, kwargs: the arguments of the function or the rule.
-        bdims: the batch dims of the values.
     """
     try:
         if direct:

@@ -377,7 +377,6 @@ def unwrap_args(args: Sequence[Any], current: BatchLevel | None = None) -> Unwra
     Lists and tuples with tensors are unwrapped item by item. Tracers of other levels are values.
 
     Args:
-        args: the arguments of a call.
         current: the level; by default that of the innermost tracer.
 
     Returns:

@@ -36,7 +36,6 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``interrupts``.
 
     Args:
-        name: the transform's name in the note.
         func: the user's function, if the callable is made for one.
         traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
             transform; otherwise Dynamo traces neither the callable nor its callees.

@@ -352,10 +352,8 @@ def bdims_at_call(
     """Return the batch dims of a call with lists of tensors, as the rule takes them.
 
     Args:
-        plan: the plan of the call.
         kinds: the kinds of the arguments, followed by those of the keyword arguments.
         values: the unwrapped arguments, followed by the unwrapped keyword arguments.
-        count: the number of the arguments.
     """
     bdims = bdims_of(kinds, values)
     return bdims[:count] if plan.form is None else plan.form.bdims_in_order(bdims, count)
@@ -473,10 +471,7 @@ def _direct_plan(
     arguments that are not tensors.
 
     Args:
-        function: the callable.
         rule: the pointwise rule that takes other operands.
-        kinds: the kinds of the arguments and keyword arguments.
-        count: the number of the arguments.
         operator: the operator of an overload's call. ``function`` is torch's Python function of
             that name, which takes some calls with numbers for deprecated orders of arguments.
     """
@@ -566,10 +561,7 @@ def arguments_of(
     """Return the values and keyword arguments that a plan's callable takes.
 
     Args:
-        plan: the plan of the call.
         values: the unwrapped arguments, followed by the unwrapped keyword arguments.
-        count: the number of the arguments.
-        kwargs: the keyword arguments.
 
     Returns:
         The arguments, or None if they have another form than those that the plan was made for.

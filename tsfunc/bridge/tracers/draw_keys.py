@@ -202,12 +202,7 @@ def preserve_draw_counts(first: int = 0) -> Iterator[None]:
 def merge_draw_counts(
     counts: Sequence[DrawCounts], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> None:
-    """Set the numbers of draws to those after one of several bodies, for each example.
-
-    Args:
-        counts: the numbers after each body.
-        combine: merges a tensor of each body.
-    """
+    """Set the numbers of draws to those after one of several bodies, for each example."""
     merged: DrawCounts = {}
     for depth, first in counts[0].items():
         column = [each[depth] for each in counts]

@@ -137,7 +137,6 @@ def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
     """Return the cotangent 1 for a scalar.
 
     Args:
-        value: the scalar.
         like_value: whether to make the cotangent from the value, as DTensors require. Otherwise
             only the dtype and device are read, so that a program need not compute the value.
     """

@@ -377,7 +377,6 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
 
     Args:
-        error: the exception with the traceback.
         ours: whether to clear the frames of this package and of generator-based context managers
             too, which may hold guards that an interrupt stopped them from leaving.
     """

@@ -31,7 +31,6 @@ def innermost_value(value: Any, kinds: Any = Tracer) -> Any:
     """Return the value inside of all tracers of some classes; other values are returned unchanged.
 
     Args:
-        value: the value.
         kinds: the class of tracers, or a union of classes.
     """
     while isinstance(value, kinds):

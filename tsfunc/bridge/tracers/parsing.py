@@ -129,12 +129,7 @@ class Form:
     def unwrapped_arguments(
         self, values: Sequence[Any], count: int
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-        """Do the same for the values of a call's arguments and of its keyword arguments.
-
-        Args:
-            values: the unwrapped arguments, followed by the unwrapped keyword arguments.
-            count: the number of the arguments.
-        """
+        """Do the same for the values of a call's arguments and of its keyword arguments."""
         packed = self.packed
         if packed is not None:
             values = [*values[:packed], tuple(values[packed:count]), *values[count:]]

@@ -160,11 +160,8 @@ def record(
     """Return the calls of a plan's rule and its results with their batch dims, or None.
 
     Args:
-        plan: the plan of the call.
-        batch_size: the batch size of the level.
         kinds: the kinds of the arguments, as ``unwrap_args`` makes them.
         args: tensors with the metadata of the values, and the other arguments.
-        kwargs: the keyword arguments.
         nested: True if values are tracers of outer levels.
     """
     assert plan.rule is not None

@@ -255,7 +255,6 @@ def register_kernels(key: str, kernels: Mapping[str, Kernel]) -> None:
     """Register kernels for a key.
 
     Args:
-        key: the name of the key.
         kernels: by the names of the operators, in place of those that torch has for the key.
             Operators that torch does not have are left out.
     """
@@ -310,7 +309,6 @@ def register_dispatch_handler(
     """Register the dispatch handler of a class for operators: NOTE [dispatch handlers].
 
     Args:
-        cls: the class.
         handler: a function of the class and the call.
         names: the names of the operators. Those that have the handler already are left out.
     """
@@ -361,8 +359,6 @@ def on_first_transform(
     """Declare a call to make once, when the process enters its first transform.
 
     Args:
-        function: the function to call.
-        args: its arguments.
         needed: returns a false value then if the call has nothing to do.
     """
     _on_first_transform.append((functools.partial(function, *args), needed))

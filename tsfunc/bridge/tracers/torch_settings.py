@@ -148,7 +148,6 @@ def settings_condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
 
     Args:
         now: the result of :func:`settings`.
-        scope: receives the names in the expression.
     """
     *plain, casts, device = now
     parts = []
@@ -283,11 +282,7 @@ _traces_watch_seeds: Final = SharedChange(
 
 @contextmanager
 def no_seeding(label: str) -> Iterator[None]:
-    """Context manager that stops the user's code from seeding or reading the default generator.
-
-    Args:
-        label: the name of the trace in errors.
-    """
+    """Context manager that stops the user's code from seeding or reading the default generator."""
     with overriding(_seeding, label=label), _traces_watch_seeds():
         yield
 
@@ -387,11 +382,6 @@ def replaces_in_traces(
     """Declare functions that replace those of a module while functions are traced.
 
     Other threads call them too, so they must do the same as the functions of the module there.
-
-    Args:
-        module: the module.
-        own: its functions, by name.
-        others: the functions that replace them, by name.
     """
     _ours.append((module, own, others))
 

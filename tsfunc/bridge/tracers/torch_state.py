@@ -253,11 +253,6 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
     return include.remove(TorchKey.ADInplaceOrView), exclude
 
 
-def _with_autocast(exclude: Any) -> Any:
-    """Return the exclude set with autocast as set for this call."""
-    return exclude - (_EVERY_AUTOCAST - autocast_state.exclude)
-
-
 def records_on_values(state: TorchState) -> bool:
     """True if autograd records on the values inside of a level's tensors.
 
@@ -329,7 +324,7 @@ class RestoredTorchState:
         if not now and torch.is_inference_mode_enabled():
             include, exclude = _in_inference_mode(include, exclude)
         if autocast_state.exclude is not None:
-            exclude = _with_autocast(exclude)
+            exclude = exclude - (_EVERY_AUTOCAST - autocast_state.exclude)
         if state.in_modes and not _len_torch_dispatch_stack():
             include = include.remove(TorchKey.Python).remove(TorchKey.PythonTLSSnapshot)
         self.guard = _ForceDispatchKeyGuard(include, exclude)

@@ -545,7 +545,6 @@ def lift_where(value: Any, level: L, needs: Callable[[torch.Tensor, L], bool]) -
 
     Args:
         value: the argument; lists and tuples are lifted item by item.
-        level: the level.
         needs: True for a tensor that is to be lifted, called as ``needs(tensor, level)``.
     """
     if isinstance(value, torch.Tensor):

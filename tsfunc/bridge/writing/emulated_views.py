@@ -168,8 +168,6 @@ def gather(base: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tenso
     """Return ``base`` indexed along a dim, as an emulated view: NOTE [gathered views].
 
     Args:
-        base: the tensor that is indexed.
-        dim: the dim.
         positions: the indices. A 0-dim tensor removes the dim; a 1-dim tensor keeps it.
     """
     if not positions.dim():

@@ -88,7 +88,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     if plain is None or memory is None:
         raise CreatedOutside
     recent, relatives, entries = relatives_of(plain, memory, level)
-    depth = _depth(subject)
+    depth = subject.dispatch_level.depth if isinstance(subject, Tracer) else 0
     ids = {id(tensor) for tensor in relatives}
     aliases = TensorAliases([] if depth else relatives, [], entries, [])
     others: list[Tracer] = []
@@ -135,10 +135,6 @@ def _values(tensor: Any) -> Iterator[Any]:
         yield tensor
 
 
-def _depth(tensor: torch.Tensor) -> int:
-    return tensor.dispatch_level.depth if isinstance(tensor, Tracer) else 0
-
-
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[ModuleEntry]]:
@@ -147,8 +143,6 @@ def relatives_of(
     The third result are the entries of modules from outside with the memory.
 
     Args:
-        plain: a tensor that has the memory.
-        memory: the memory of the second and third result.
         level: the level whose function must have made all tensors of the memory.
 
     Raises:
@@ -269,7 +263,6 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
     """Make each of the aliases a tracer of the level, in place.
 
     Args:
-        aliases: from :func:`aliases_of`.
         level: the level that the tensors become tracers of.
         batched: whether each example gets its own copy.
 

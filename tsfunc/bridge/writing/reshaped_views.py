@@ -121,7 +121,6 @@ def _emulated(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -
     """Return an emulated view that is a reshape or a reinterpretation of its base.
 
     Args:
-        base: the tensor.
         out: a copy of its elements in the shape of the view.
         take: makes such a copy.
         untake: maps such a copy to the shape of the tensor.
@@ -178,7 +177,9 @@ def _reshaping(
     arguments keep the arguments' strides, and torch copies these, too.
     """
     base = args[0] if args else None
-    if not isinstance(base, BatchTracer) or not _lies_between(base):
+    if not isinstance(base, BatchTracer) or not any(
+        tracer.bdim for tracer in nested_tracers(base, BatchTracer)
+    ):  # the batch dims are in front of the dims of an example
         return NotImplemented
     out: torch.Tensor = call_torch(func, types, args, kwargs)
     if in_backward_formula():
@@ -191,11 +192,6 @@ def _reshaping(
     if 0 in sizes[0] or not has_view(*sizes):
         return out
     return _emulated(base, out, _reshape(out.shape), _reshape(base.shape))
-
-
-def _lies_between(x: Any) -> bool:
-    """True if a batch dim is not in front of the dims of an example."""
-    return any(tracer.bdim for tracer in nested_tracers(x, BatchTracer))
 
 
 def memory_under_views(x: torch.Tensor) -> Any:

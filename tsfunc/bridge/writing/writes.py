@@ -69,7 +69,6 @@ def prepare_write(
 
     Args:
         name: the name of the called function.
-        written: the tensors that the call writes to.
         values: the tensors that determine the written values, including ``written``.
         recorded: whether autograd records the write.
         words: the message of torch.func for the same error.
@@ -121,8 +120,6 @@ def adopt(
     modules] in ``module_state``.
 
     Args:
-        name: the call that writes to the tensor.
-        target: the written tensor.
         level: the level of the written values.
         batched: whether each example gets its own copy.
         words: the message of torch.func for the same error.

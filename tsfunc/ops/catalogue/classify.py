@@ -141,7 +141,6 @@ def verdict(
     """Return the category of an operator.
 
     Args:
-        signature: its schema.
         decisions: the decisions made by hand.
         overloads: returns the schemas of all overloads of a packet's name.
         followed: returns the category of another operator, for variants.

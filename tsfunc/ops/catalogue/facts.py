@@ -93,10 +93,7 @@ def facts_of(
     """Return the facts of an operator.
 
     Args:
-        signature: its schema.
-        category: its shape category.
         evidence: the evidence of its trial calls, or of those of the operator that it follows.
-        followed: the facts of the operator that it follows.
         reads_values: True if it is marked as data-dependent in ``decided.txt``.
     """
     return Facts(

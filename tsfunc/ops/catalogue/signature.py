@@ -142,7 +142,6 @@ def functional_form(
     """Return the overload of which an operator (``out=``, in-place, ``_copy``) is a variant.
 
     Args:
-        signature: the variant.
         overloads: returns all overloads of a packet by its name (``aten::add``), or an empty list.
 
     Returns:

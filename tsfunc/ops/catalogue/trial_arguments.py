@@ -93,16 +93,12 @@ def arguments(
             continue  # keeps its default
         if argument.keyword:
             kwargs[argument.name] = value
-        elif len(args) < _position(signature, argument):
+        elif len(args) < signature.inputs.index(argument):
             if not argument.tensor or value is not None:
                 kwargs[argument.name] = value
         else:
             args.append(value)
     return args, kwargs
-
-
-def _position(signature: OperatorSignature, argument: Argument) -> int:
-    return signature.inputs.index(argument)
 
 
 def _tensor(argument: Argument, rank: int | None, setting: TrialParameters, make: Make) -> Any:
@@ -137,16 +133,12 @@ def _value(argument: Argument, rank: int, setting: TrialParameters) -> Any:
     if kind.endswith("[]"):
         return _list(argument, rank, setting)
     plain: dict[str, Any] = {
-        "float": 0.5, "number": _number(setting.dtype), "bool": False,
+        "float": 0.5, "number": 0.5 if setting.dtype.is_floating_point else 1, "bool": False,
         "str": _STRINGS.get(name, ""),
         "ScalarType": torch.float32, "Device": torch.device("cpu"), "Layout": torch.strided,
         "MemoryFormat": torch.contiguous_format,
     }  # fmt: skip
     return plain.get(kind)
-
-
-def _number(dtype: torch.dtype) -> float:
-    return 0.5 if dtype.is_floating_point else 1
 
 
 _SHAPES = frozenset(

@@ -437,8 +437,6 @@ class CacheMiss:
         """Return the retrace after a backend has refused some numbers as inputs.
 
         Args:
-            names: the names of these numbers in the program.
-            assumptions: those of the trace.
             scalars: the numbers among the arguments that were inputs.
         """
         cache = self.variation.cache
@@ -479,7 +477,6 @@ class CacheMiss:
         """True if a program does the same as one in which some of its inputs are fixed.
 
         Args:
-            general: the program.
             exact: the program for the numbers and sizes of the call.
             outside: the closed-over numbers that are inputs of the first program alone.
         """

@@ -141,7 +141,6 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
     """Trace a function.
 
     Args:
-        request: the function and its arguments.
         instances: the objects whose attributes are watched; without them, the function is traced
             until its assumptions hold. Tensors that are read from arguments are inputs of the
             program, after the flattened arguments.

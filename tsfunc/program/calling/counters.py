@@ -35,7 +35,6 @@ def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node)
     """Return a value that depends on tensors of one closed-over number only, and guard it.
 
     Args:
-        level: the trace.
         builder: the values that it has read.
         node: the node whose value the function reads.
 

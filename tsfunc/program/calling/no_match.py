@@ -48,13 +48,7 @@ def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
 
 
 def _facts(call_spec: CallSpec, call: CacheMiss, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the facts of a program's calls; a fact that may vary is taken from the call.
-
-    Args:
-        call_spec: the description of the program's calls.
-        call: the call.
-        facts: the facts of the call.
-    """
+    """Return the facts of a program's calls; a fact that may vary is taken from the call."""
     args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
     leaves = list(call_spec.leaves)
     for spec in call_spec.scalars if call_spec.tree == call.tree else ():

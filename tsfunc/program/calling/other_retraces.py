@@ -43,7 +43,6 @@ def warning_about_others(
     Args:
         call: a call that got a new program.
         cache: the programs of the function; the value is noted as one that a warning has named.
-        facts: the facts of the call.
         sized: the names of sizes and numbers, about which ``Variation`` warns.
     """
     found: dict[str, tuple[Any, list[Any]]] = {
@@ -159,7 +158,6 @@ def _outside_remedy(name: str, value: Any, takes_number: bool) -> str:
 
     Args:
         name: the user's spelling of the value.
-        value: the value in the call.
         takes_number: True if a number among the arguments may be an input of a program.
     """
     read = f"The function reads {name} besides its arguments"

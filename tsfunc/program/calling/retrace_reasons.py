@@ -22,7 +22,6 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     """Return the differences of a call from the nearest of the calls that have a program.
 
     Args:
-        facts: the facts of the call.
         known: the facts of each program's call, the last used first.
     """
     nearest: list[str] | None = None

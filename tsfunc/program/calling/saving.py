@@ -131,8 +131,6 @@ def function_to_save(
     """Return the parts of a specialized function that go into a file.
 
     Args:
-        target: the function.
-        cache: its programs.
         programs: the programs to save; an empty sequence selects all.
         exact: whether the file serves only calls like those that were made.
 

@@ -34,9 +34,6 @@ def raise_user_assertion(
     """Raise the function's own error if one of its checks fails in its program.
 
     Args:
-        func: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
         program: the program that has run.
         error: the error of the program; an error of another kind is ignored.
 

@@ -69,7 +69,6 @@ def varying(
     """Return the names of values that alone distinguish a call from enough others; or none.
 
     Args:
-        facts: the facts of the call.
         history: the facts of the calls that programs were made for.
         sizes: the sizes of the call that no descriptor names.
         numbers: the numbers of the call that can become inputs.
@@ -134,7 +133,6 @@ def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[st
     """Return the fixed sizes of inputs: the input and dim of each, by name.
 
     Args:
-        inputs: the tensors among the arguments.
         names: the names of the flattened arguments.
     """
     return {
@@ -152,13 +150,7 @@ def new_dim(named_dims: Mapping[str, Dim]) -> Dim:
 
 
 def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptions | None:
-    """Return assumptions with a narrower dim for sizes that have varied, if that is the remedy.
-
-    Args:
-        assumptions: those of the trace that has failed.
-        size: the size of the dim in the call.
-        error: the error of the trace.
-    """
+    """Return assumptions with a narrower dim for sizes that have varied, if that is the remedy."""
     dim = assumptions.dim
     if dim is None or not isinstance(error, ConstraintViolation):
         return None
@@ -206,11 +198,6 @@ def descriptors_text(
     They guarantee nothing else besides what the function's descriptors guarantee already.
 
     Args:
-        flat: the flattened arguments.
-        tree: their structure.
-        argument_paths: the path of each from a parameter.
-        signature: the parameters of the function.
-        described: the descriptors that the function has.
         vary: the positions of the values that vary; for a tensor the dims, each with a name.
 
     Raises:
@@ -243,7 +230,6 @@ def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) 
     """Return the descriptor of an argument.
 
     Args:
-        value: the argument.
         given: its descriptor so far.
         vary: the dims of a tensor that vary, by number; None: nothing varies.
     """
@@ -398,7 +384,6 @@ class Variation:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].
 
         Args:
-            entry: the program for the call.
             called: True if the user has called; a program made ahead gives no warning.
         """
         varied, served = self.cache.varied, self._served

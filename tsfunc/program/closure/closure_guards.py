@@ -520,7 +520,6 @@ class ClosureGuards:
 
         Args:
             opening: lines that flatten ``args, kwargs`` to ``args``.
-            now, lines, scope: as for ``function``.
         """
         code, inputs = self._code(now, [*opening, *lines], scope)
         given = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"

@@ -402,8 +402,6 @@ def is_nondeterministic(owner: Any, name: str | None, value: Any, bare: bool = F
 
     Args:
         owner: the object that has the function as an attribute, if any.
-        name: the name of the attribute.
-        value: the function.
         bare: whether it is called without arguments.
     """
     if isinstance(owner, type) and issubclass(owner, datetime.date):
@@ -447,10 +445,6 @@ class LibraryReads:
 
         Args:
             owner: the object that has the variable.
-            name: the name of the variable.
-            value: its value.
-            attributes: the chain of attributes that the code reads from it.
-            line: the line of the read.
             bare: whether the last attribute is called without arguments.
         """
         if value is MISSING and isinstance(owner, dict):

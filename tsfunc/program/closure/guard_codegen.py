@@ -84,8 +84,6 @@ def keys_condition(
     """Return the Python condition that some dicts have other keys, or another order of the keys.
 
     Args:
-        dicts: the Python expressions of the dicts.
-        keys: the expected keys of each.
         name: returns a name for an object that the condition uses.
     """
     compared: list[tuple[str, list[Any]]] = []
@@ -123,7 +121,6 @@ def flatten_lines(
     The lines return None if the arguments do not have the structure.
 
     Args:
-        tree: the structure of ``(args, kwargs)``.
         scope: receives the names that the lines use.
         keyword_order: whether the function sees the order of ``kwargs``.
 
@@ -245,9 +242,7 @@ def compile_guard(
     """Return the guard function with these lines.
 
     Args:
-        parameters: its parameters.
         lines: its body; a line returns None if a guard fails.
-        results: the expression that it returns.
         scope: the objects that the lines refer to by name.
         lazy: whether it is compiled at its first call.
     """
@@ -423,7 +418,6 @@ def tensor_lines(
     """Return the lines of the guard on a tensor: its class, dtype, device, layout and sizes.
 
     Args:
-        at: the variable of the tensor.
         example: the tensor of the traced call.
         code: receives the objects that the lines use.
         size_lines: lines that check sizes and strides; None if both are the example's.
@@ -465,7 +459,6 @@ def lines_of_tensors(
     Args:
         tensors: the Python expression of a list or tuple of the tensors.
         examples: the tensors of the traced call.
-        one_by_one: the other lines.
         code: receives the objects that the lines use.
     """
     check = quick_check(examples)

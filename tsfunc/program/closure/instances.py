@@ -200,10 +200,6 @@ class Instances:
     def updates(self, changes: Sequence[SideEffect], assumptions: Assumptions) -> Updates:
         """Return the assignments that the program ends with.
 
-        Args:
-            changes: the assignments of the function.
-            assumptions: those of the trace.
-
         Raises:
             TypeCheckError: a program can't repeat one of the assignments.
             Retrace: the function puts tensors into an object that it only changes.

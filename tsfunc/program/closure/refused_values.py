@@ -25,9 +25,7 @@ def differences(
     """Return the values that a call reads and the guards refuse.
 
     Args:
-        reads: the guards.
         now: torch's settings.
-        flat: the flattened arguments of the call.
 
     Returns:
         The name of each with its value in the call and the guarded one, in the order of the

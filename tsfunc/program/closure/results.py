@@ -119,7 +119,6 @@ class Update:
         """Return the update as Python statements.
 
         Args:
-            owner: the Python expression of the owner.
             spell: returns the Python expression of a value.
         """
         target = self.target.format(owner)
@@ -328,7 +327,6 @@ def with_placeholders(label: str, out: Any, known: Known) -> Any:
     """Return the results of a function with stand-ins in place of objects.
 
     Args:
-        label: the name of the function in errors.
         out: the value that the function returned.
         known: returns the stand-in for an object from outside, or None for another object.
 
@@ -490,7 +488,6 @@ def state_of(
     Args:
         func: the traced function or module.
         lifted: the closed-over tensors that the program reads, keyed by their names in it.
-        updates: its assignments.
         first: the number of flattened arguments.
         values: the values that the program is called with after the arguments.
         read: the values that the trace has read, keyed by the user's spelling.
@@ -527,7 +524,6 @@ def names_in_source(
     """Return for each lifted tensor that the user has named an identifier made of that name.
 
     Args:
-        func, lifted, read: as for :func:`state_of`.
         taken: other names in the program.
     """
     state = state_of(func, lifted, (), 0, (), read)

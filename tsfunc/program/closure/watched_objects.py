@@ -71,7 +71,7 @@ class WatchedObject:
         """Return the value of an attribute; guard it if it is data."""
         member = inspect.getattr_static(type(self.value), name, MISSING)
         if _is_data_descriptor(member):
-            if _is_slot(member):
+            if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
                 return self._hold(name, plain(self.value, name), f".{name}")
             self._descriptor(name, member)
             return plain(self.value, name)  # a property runs, and the values it reads are guarded
@@ -141,8 +141,6 @@ class WatchedObject:
         """Guard the value of an attribute, once; return it as the function sees it.
 
         Args:
-            name: the attribute.
-            value: its value.
             steps: the Python expressions of the steps to it.
             exactly: whether a number is guarded by its value even if it varies.
         """
@@ -353,8 +351,3 @@ def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
 
 def _is_data_descriptor(member: Any) -> bool:
     return hasattr(type(member), "__set__") or hasattr(type(member), "__delete__")
-
-
-def _is_slot(member: Any) -> bool:
-    """True if a descriptor reads a field of the object itself."""
-    return isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)

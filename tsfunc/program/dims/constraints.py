@@ -40,7 +40,6 @@ def raised_minima(
 
     Args:
         needs: the facts that a trace relies on, beyond those that the dims guarantee.
-        dims: the named dims.
 
     Returns:
         The dims with a new minimum, and the needs that no minimum satisfies.
@@ -131,13 +130,7 @@ def check_needs(
     """Refuse a trace that relies on more than the descriptors guarantee.
 
     Args:
-        name: the name of the function.
-        needs: the facts that the trace relies on.
-        dims: the named dims.
-        sizes: their sizes in the call.
-        described: the descriptors, by parameter.
         undescribed_shapes: the shapes of tensors without descriptors, by parameter.
-        assumptions: the other assumptions of the trace.
 
     Returns:
         The named dims with another minimum size for this trace: NOTE [small sizes].

@@ -156,9 +156,6 @@ def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> 
 
     Args:
         fact: a fact about this dim alone.
-        dim: the dim.
-        size: its size in the call.
-        taken: the names of dims.
 
     Returns:
         The solution, or None if there is none.

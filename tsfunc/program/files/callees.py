@@ -184,7 +184,6 @@ class CalleeWriter:
         """Return the index of a function in the list.
 
         Args:
-            key: identifies the function.
             kept: an object that has to live as long as the ids in the key.
             make: makes the function if it is new.
 
@@ -315,7 +314,6 @@ def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0
     """Return the depth of the calls of functions by the first parts of functions.
 
     Args:
-        callee: the outermost function.
         known: the depths of functions that have been computed.
         around: the number of functions around this one; beyond the limit it is not examined.
     """

@@ -145,9 +145,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
     """Return the operator that `encode_control` wrote.
 
     Args:
-        field: the JSON of the operator.
         graph: reads the graph of a body.
-        kinds: the kinds of the operands.
     """
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
@@ -228,7 +226,6 @@ def encode_graph(
     """Return a graph as JSON.
 
     Args:
-        graph: the graph.
         closure: the closed-over values.
         names: the names of the symbols of sizes; None: the types of values are left out.
         callees: the functions that the program calls.

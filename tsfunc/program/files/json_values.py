@@ -75,7 +75,6 @@ def encode(
     """Return a value as JSON.
 
     Args:
-        value: the value.
         node: returns the name of a graph's node; without it, nodes are refused.
         other: returns the JSON of a value of another kind, or None.
 

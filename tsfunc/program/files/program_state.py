@@ -113,10 +113,6 @@ class StateWriter:
     def of_program(self, program: ProgramData, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:
         """Return a program's reads of the cells and assignments to them, as JSON.
 
-        Args:
-            program: the program.
-            lifted: the nodes of the program that are tensors in cells.
-
         Returns:
             An object with the key "state"; an empty object if the program uses no cell.
         """

@@ -64,7 +64,6 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
     """Return the assumptions about a kind of call as JSON.
 
     Args:
-        call_spec: the kind of call.
         where: returns the name of an argument in errors, by its index.
 
     Raises:
@@ -236,7 +235,7 @@ def encode_program(
         "name": printable(program.name),
         "dims": {
             name: DimIs(call_spec.named_dims.get(name, Dim(name))).to_json()
-            for name in _dims_in(names)
+            for name in [form if isinstance(form, str) else form[1] for form in names.values()]
         },
         "inputs": [at for at in program.inputs if at < len(call_spec.leaves)],
         "constants": sorted(program.constants),
@@ -310,16 +309,10 @@ def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
     return names
 
 
-def _dims_in(names: Mapping[Any, Any]) -> list[str]:
-    return [form if isinstance(form, str) else form[1] for form in names.values()]
-
-
 def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> ProgramData:
     """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
-        field: the JSON of the program.
-        context: the context of the file.
         call_spec: the description of the calls that it was made for.
     """
     keys = ("name", "dims", "inputs", "constants", "graph", "results")

@@ -256,8 +256,6 @@ def read_function(
     """Return the function of a file.
 
     Args:
-        file: the file.
-        label: its name in errors.
         classes: classes by name, in addition to those that are imported.
         device: replaces every device in the file, if it is given.
 

@@ -210,7 +210,7 @@ class TensorReader:
             tensor = memory
         else:
             tensor = self._view(record, memory, dtype, shape)
-        if dtype is torch.bool and tensor.numel() and _largest_byte(tensor) > 1:
+        if dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
             record.fail("its memory has other bytes than those of false and true")
         wants_grad = record.at("requires_grad").flag()
         if wants_grad and not (dtype.is_floating_point or dtype.is_complex):
@@ -253,7 +253,3 @@ class TensorReader:
                     f"everything on another"
                 )
         return self._on_devices[key]
-
-
-def _largest_byte(tensor: torch.Tensor) -> int:
-    return int(tensor.view(torch.uint8).max())

@@ -121,7 +121,8 @@ class Compiled:
         now: bool = True,
     ) -> None:
         self._program, self._backend, self._name = program, backend, name
-        self._lifted = [program.tensor(node) for node in _outside(program.graph)]
+        outside = [node for node in program.graph.nodes if node.op == "get_attr"]
+        self._lifted = [program.tensor(node) for node in outside]
         self._sizes = _named_sizes(program.call_spec)
         indices = number_inputs(program.graph, program.inputs)
         self._tensors = [i for i in program.inputs if i not in indices.values()]
@@ -321,10 +322,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    return [node for node in graph.nodes if node.op == "get_attr"]
-
-
 def _module(program: ProgramData) -> torch.fx.GraphModule:
     """Return the graph as a module of operators that torch's compilers take."""
     module = in_torch_operators(
@@ -408,6 +405,10 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return examples
 
 
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({x.untyped_storage().data_ptr() for x in tensors}) < len(tensors)
+
+
 def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor with the same strides."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -435,7 +436,3 @@ def _writes_outside(graph: torch.fx.Graph) -> bool:
     aliases = Aliases(graph)
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     return any(writes(node) for node in graph.nodes) and any(map(aliases.is_written, inputs))
-
-
-def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({x.untyped_storage().data_ptr() for x in tensors}) < len(tensors)

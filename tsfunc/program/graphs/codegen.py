@@ -189,7 +189,6 @@ def statements(
     """Yield a graph as the statements of a function's body.
 
     Args:
-        graph: the graph.
         inputs: the index of each input in the list that the function is called with.
         names: the names of the objects that the statements use.
         updates: the assignments that the function ends with.
@@ -240,8 +239,6 @@ def generate(
     """Return the source of a graph, and the function that it defines.
 
     Args:
-        name: the function's name.
-        graph: the graph.
         inputs: the index of each input in the list that the function is called with.
         lifted: the tensors that the graph's ``get_attr`` nodes name.
         updates: the assignments that the function ends with.

@@ -37,7 +37,6 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
 
     Args:
         symbolic: a program for any sizes of named dims.
-        fixed: a program for some fixed sizes.
         sizes: a number for each size and input number that is fixed, and a symbol for each other.
     """
     if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):

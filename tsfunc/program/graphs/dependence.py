@@ -78,7 +78,6 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
     """Return the dependence of the graph's single result on the entries of its first input.
 
     Args:
-        graph: the graph.
         inputs: the inputs to run the graph on; the values of the first do not matter.
 
     Returns:

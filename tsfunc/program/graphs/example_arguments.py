@@ -24,8 +24,6 @@ def arguments_for(
     """Return a call that satisfies a contract, with tensors without data.
 
     Args:
-        name: the name of the function, for errors.
-        signature: its parameters.
         contract: the descriptors of its parameters; other parameters have their defaults.
 
     Raises:
@@ -53,7 +51,6 @@ def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, 
     """Return a size of 2 or more for each named dim, all different if their bounds allow it.
 
     Args:
-        dims: the named dims.
         wanted: sizes that are preferred if the bounds allow them.
     """
     sizes: dict[str, int] = {}

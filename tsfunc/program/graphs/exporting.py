@@ -130,7 +130,6 @@ def _shapes(
     """Return the dynamic dims, and dynamic ints, in the form of torch.export.
 
     Args:
-        program: the program.
         call_spec: the assumptions about its arguments.
         names: the positional parameters.
         given: whether expressions are passed to torch.export, or inferred by it.
@@ -335,8 +334,6 @@ def _assign(
     """Write the values that the program assigns to buffers into the buffers.
 
     Args:
-        root: the module that has the buffers.
-        program: the program.
         results: the results; results that may share memory with a buffer are replaced by copies.
         values: the tensors that its updates assign, in order.
     """

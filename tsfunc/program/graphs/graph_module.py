@@ -18,7 +18,6 @@ def graph_module(
 
     Args:
         name: the name of the module's class.
-        graph: the graph.
         lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
             of the module, and stay the same tensors.
         as_inputs: whether they become inputs instead, after the others.

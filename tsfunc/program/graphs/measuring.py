@@ -20,9 +20,7 @@ def node_times(program: ProgramData, flat: Sequence[Any], repeats: int = 5) -> d
     the program are not made.
 
     Args:
-        program: the program.
         flat: the values that the program is called with.
-        repeats: the number of runs.
     """
     best: dict[str, float] = {}
     for _ in range(repeats):

@@ -352,12 +352,7 @@ def _computes_in(node: torch.fx.Node, value: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _on_tensors(name: str, numbers: frozenset[str]) -> tuple[Sequence[Argument], Any] | None:
-    """Return the overload of an operator that takes tensors as some arguments, with all of these.
-
-    Args:
-        name: the name of an overload.
-        numbers: the names of the arguments.
-    """
+    """Return the overload of an operator that takes tensors as the named arguments."""
     signature = signature_of(name)
     assert signature is not None
     for other in overloads_of(name.partition(".")[0]):

@@ -29,8 +29,6 @@ def document(title: str, body: str, facts: Facts) -> str:
     """Return an HTML page.
 
     Args:
-        title: its title, plain text.
-        body: its HTML.
         facts: the hints of each graph's nodes.
     """
     here = Path(__file__)
@@ -65,7 +63,6 @@ def program_page(program: ProgramData, times: Mapping[str, float] | None = None)
     """Return the page of a program.
 
     Args:
-        program: the program.
         times: the measured seconds of its nodes, by name.
     """
     return programs_page(program.name, [program], {program: times or {}})

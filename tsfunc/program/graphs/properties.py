@@ -171,7 +171,6 @@ def properties_of(
     """Return the properties of every value of a graph.
 
     Args:
-        graph: a traced graph.
         constants: the tensors of ``get_attr`` nodes whose data can't change.
     """
     properties = {}
@@ -239,9 +238,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
     shows the user's line.
 
     Args:
-        name: the title.
         graph: the graph; unused values are left out.
-        known: the properties of its values.
     """
     nodes = [node for node in graph.nodes if node.users or node.op == "output"]
     rows = _rows(nodes)

@@ -328,9 +328,7 @@ class Writer:
         """Add a submodule; return its node.
 
         Args:
-            name: its name.
             like: nodes with the types of its inputs.
-            write: writes its body.
         """
         root, graph = torch.nn.Module(), torch.fx.Graph()
         inputs = []
@@ -397,7 +395,6 @@ class Writer:
         """Write the operators of a body; return its results.
 
         Args:
-            body: the body.
             operands: the values that it takes.
             constants: the tensors that its ``get_attr`` nodes name.
         """

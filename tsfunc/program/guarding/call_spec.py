@@ -125,7 +125,6 @@ def example_call(
     """Return the flattened arguments of a call like the described one, without data.
 
     Args:
-        call_spec: the description.
         sizes: sizes for some of the named dims; the others keep their sizes in the described call.
         requires_grad: the positions of the tensors that require grad; None: as in that call.
     """
@@ -244,7 +243,6 @@ def guards_on_arguments(
 
     Args:
         flat: the flattened arguments, or the leaves of a ``CallSpec``.
-        inputs: the tensors among them.
         scalars: the numbers among them that are inputs.
     """
     specs = {spec.position: spec for spec in inputs}
@@ -275,8 +273,6 @@ def guard_lines(
     """Return lines that return None if a guard fails, and the objects that they refer to by name.
 
     Args:
-        guards: the guards.
-        named_dims: the named dims.
         count: the number of flattened arguments.
     """
     code = GuardCode(named_dims, count, prefix="arg_")
@@ -291,8 +287,6 @@ def alias_tensors(
     """Return the values that the function gets for its tensors: one object for each tensor.
 
     Args:
-        inputs: the tensors among the arguments.
-        tracers: their tracers.
         own: tensors that the function has from elsewhere, by id.
     """
     first: dict[int, Any] = dict(own)
@@ -323,12 +317,9 @@ def facts_of_call(
     """Return the assumptions of a program for a call, by the user's names.
 
     Args:
-        guards: the guards on its arguments.
         name: returns the user's spelling of an argument.
-        settings: torch's settings.
         orders: the key orders of the dicts among the arguments.
         passed: a text that shows which arguments are positional, and which are keywords.
-        arguments: its arguments by parameter.
     """
     facts: dict[str, Any] = {}
     for parameter, value in arguments.items():

@@ -145,11 +145,6 @@ def scalar_inputs(
     """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types].
 
     Args:
-        flat: the flattened arguments.
-        argument_paths: the path of each from a parameter.
-        contract: the descriptors.
-        inputs: the tensors among the arguments.
-        named_dims: the named dims.
         undescribed: the positions of other numbers that are inputs: NOTE [automatic dynamic
             sizes].
     """
@@ -230,9 +225,6 @@ def refuse_arrays(
     Their elements would be constants, so that each array would have a program of its own.
 
     Args:
-        flat: the flattened arguments.
-        argument_paths: the path of each from a parameter.
-        contract: the descriptors.
         name_of: returns the user's spelling of a flattened argument.
 
     Raises:
@@ -279,7 +271,6 @@ def solving_order(
     """Yield the computed dims of some inputs, in an order that gives a size to each of their names.
 
     Args:
-        inputs: the inputs.
         bound: the names that have a size, since a dim consists of the name alone.
 
     Yields:

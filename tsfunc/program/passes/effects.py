@@ -232,7 +232,6 @@ def _reached(
     """Return a value and the values before it that may share its memory.
 
     Args:
-        node: the value.
         known: values whose sources are not visited again.
         sharing: yields the arguments of a call whose memory its results may share.
     """

@@ -76,7 +76,6 @@ class Flow:
         """Find the axes of each node.
 
         Args:
-            graph: the graph.
             inputs: the axes of its placeholders; None if nothing is known about them.
         """
         aliases = self._aliases.get(graph)

@@ -74,10 +74,6 @@ def free_layouts(graph: torch.fx.Graph, body: bool = False) -> None:
     """Turn views into reshapes in a graph with control flow and in its bodies.
 
     A view that is written to stays a view.
-
-    Args:
-        graph: the graph.
-        body: whether it is a body of control flow.
     """
     calls = [node.target for node in graph.nodes if isinstance(node.target, ControlFlow)]
     for call in calls:
@@ -286,7 +282,6 @@ def _key(node: torch.fx.Node, changes: Sequence[int]) -> Any:
     """Return a key that is equal for equal calls; it is not hashable if an argument is not.
 
     Args:
-        node: the call.
         changes: the number of earlier writes to the memory of each of its arguments.
     """
     quiet = node.meta.get("no_grad", False)
@@ -327,7 +322,6 @@ def fold_constants(
     large and larger than its arguments, since a program should not store large tensors.
 
     Args:
-        graph: the graph, which is changed.
         aliases: the memory of its values.
         frozen: tensors that never change, by the names of their ``get_attr`` nodes.
 
@@ -511,8 +505,6 @@ def simplify(
     """Run every pass.
 
     Args:
-        name: the name of the program, for errors.
-        graph: a traced graph.
         lifted: the names of its closed-over tensors.
         frozen: the tensors among them that never change.
 

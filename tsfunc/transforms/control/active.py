@@ -48,13 +48,7 @@ def numbers_in(index: torch.Tensor) -> list[int]:
 def groups_by_choice(
     whole: G, index: torch.Tensor, numbers: Sequence[int]
 ) -> Iterator[tuple[int, G]]:
-    """Yield each number with the group of the examples that choose it.
-
-    Args:
-        whole: all examples.
-        index: the choice of each example.
-        numbers: the different choices.
-    """
+    """Yield each number with the group of the examples that choose it."""
     for i in numbers:
         here = len(numbers) > 1
         yield i, whole.select((index == i).nonzero().squeeze(1)) if here else whole
@@ -70,8 +64,6 @@ def repeat(
     """Make steps on the examples that continue, until none does.
 
     Args:
-        whole: all examples.
-        state: their first state.
         active: for each example, True if it makes the first step.
         step: takes a group, its state and the most steps to make; makes steps as long as all
             examples of the group continue. Returns the next state, the number of steps, and a

@@ -76,7 +76,6 @@ def operands_of(
     """Return the operands; a single tuple or list of operands is unpacked, as in torch.
 
     Args:
-        operands: the operands as they are given.
         func: the function that takes them.
         takes: whether a function takes a number of arguments.
     """

@@ -467,9 +467,7 @@ def _carried(
 
     Args:
         wanted: the results that are used outside of the body; others are ignored.
-        count: the number of tensors in the carry.
         body: the body; its first results are the next carry.
-        results: the other results of the body that are used.
     """
     carried = {i for i in wanted if i < count}
     while True:

@@ -20,7 +20,7 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
@@ -63,7 +63,9 @@ def record_switch(
         chosen, _ = unwrap_all(index)
     bodies = []
     for branch in branches:
-        run = counted(lambda branch=branch: branch(*_seen(operands)))
+        run = counted(
+            lambda branch=branch: branch(*pytrees.tree_map(as_seen_by_current_level, operands))
+        )
         bodies.append(TracedBody(trace, run, (), hidden))
     first, _ = bodies[0].out
     for name, body in zip(names[1:], bodies[1:], strict=True):
@@ -94,10 +96,6 @@ def record_switch(
     return out
 
 
-def _seen(operands: Any) -> Any:
-    return pytrees.tree_map(as_seen_by_current_level, operands)
-
-
 def filled(body: TracedBody | Carry, given: Sequence[Any]) -> Any:
     """Return tensors in the structure of a body's results, or of a carry, with its other leaves."""
     values = iter(given)
@@ -111,10 +109,6 @@ def _trace() -> TraceLevel:
     return trace
 
 
-def _is_active(level: TracerLevel) -> bool:
-    return level in tls.state.levels
-
-
 def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     """Return a leaf of a carry as a tensor of the trace; other leaves are unchanged."""
     if is_number(leaf):
@@ -122,7 +116,11 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = as_seen_by_current_level(leaf)
-    if isinstance(leaf, Tracer) and not is_traced(leaf) and not _is_active(leaf.dispatch_level):
+    if (
+        isinstance(leaf, Tracer)
+        and not is_traced(leaf)
+        and leaf.dispatch_level not in tls.state.levels
+    ):
         return trace.lift(leaf)  # a value of a level outside of the trace
     inner, stack = unwrap_all(leaf)
     if getattr(inner, "dispatch_level", None) is trace:
@@ -301,15 +299,12 @@ def record_while(
     """Record a loop as one node, for any number of steps.
 
     Args:
-        label: the name of the operator in error messages.
         cond_fun: takes the carry, and returns the condition of a step.
         body_fun: takes the carry, and returns the next carry.
         init: the first carry.
         choice: the condition of the first carry; None if no vmap may be hidden.
         run_visible: runs the loop of a vmap whose conditions differ, if no vmap is hidden; takes
             the carry, the condition and the vmap.
-        checkpoint: the ``checkpoint=`` of the call.
-        advice: the advice in error messages.
         shown: returns the user's part of a carry.
 
     Raises:
@@ -358,11 +353,6 @@ _OPEN_DRAWS = (
 )
 
 
-def _draws(node: torch.fx.Node) -> bool:
-    """True if a node of a body draws random numbers."""
-    return bool(getattr(node.meta.get("op"), "random", False))
-
-
 ELEMENTS = ("the elements", "the result of the function")
 
 
@@ -375,11 +365,8 @@ def record_associative_scan(
     function combines many slices with one draw.
 
     Args:
-        fn: combines two slices.
-        elems: the pytree to scan.
         axes: the scanned dim of each leaf.
         reverse: True to scan from the end.
-        advice: the advice in error messages.
 
     Returns:
         The scanned pytree, or None for a function that draws random numbers, if the length is
@@ -410,7 +397,8 @@ def record_associative_scan(
         slices = one.inputs()
         body = TracedBody(trace, run, [*slices, *slices])
         check_carried(label, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
-        if drew or any(_draws(node) for node in body.level.graph.nodes):
+        operators = [node.meta.get("op") for node in body.level.graph.nodes]
+        if drew or any(getattr(op, "random", False) for op in operators):
             if isinstance(moved[0].shape[0], int):
                 return None
             if drew:

@@ -90,9 +90,7 @@ class Tracing:
         """Return a function of flat values as a graph.
 
         Args:
-            label: the name of the part in error messages.
             func: takes a list of values, and returns a list of tensors and Nones.
-            given: the types of the values.
             last: the number of first values whose sizes define dims only if no other value does.
 
         Raises:

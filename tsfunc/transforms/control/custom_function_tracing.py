@@ -54,7 +54,6 @@ def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
     """Return a function of the user as graphs.
 
     Args:
-        callee: the function.
         callees: the functions of the program that calls it.
 
     Raises:

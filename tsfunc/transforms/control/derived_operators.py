@@ -95,7 +95,6 @@ def pull_back(
 
     Args:
         run: takes ``count`` tensors and then numbers.
-        count: the number of tensors.
         wrt: the positions of the tensors that it is differentiated by.
         of: the positions of the results that have cotangents.
         operands: the tensors, the cotangents, and the numbers.
@@ -128,10 +127,7 @@ def push_through(
 
     Args:
         run: takes the values and then the numbers.
-        values: the tensors.
         wrt: the positions of the values that have tangents.
-        tangents: these tangents.
-        numbers: the numbers.
     """
 
     def chosen(*primals: Any) -> tuple[Any, ...]:

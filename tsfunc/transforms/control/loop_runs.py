@@ -238,9 +238,6 @@ class Loop:
         """Make every step on all examples, and keep the last carry of those that are done.
 
         Args:
-            carry: the first carry.
-            value: its condition.
-            level: the vmap.
             guarded: True to run the body on guarded subsets: NOTE [unreadable choices] in ``cond``.
                 False for a body that reads values of examples that are done.
         """

@@ -112,11 +112,6 @@ def as_tensor(number: Any, dtype: torch.dtype | None = None, device: Any = None)
 def check_branches(label: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
     """Check that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
 
-    Args:
-        label: the operator.
-        names: the names of the two branches.
-        results: the results of the two branches.
-
     Raises:
         TypeCheckError: the types differ; the message has both types and each path at which they
             differ.
@@ -128,12 +123,6 @@ def check_carried(
     label: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str
 ) -> None:
     """Check that a body's result can replace its carry: `check_carry` of types.
-
-    Args:
-        label: the operator.
-        names: the names of the carry and of the result.
-        carries: the carry and the result.
-        advice: the advice in the error message.
 
     Raises:
         TypeCheckError: the result has another type; the message is as for :func:`check_branches`.

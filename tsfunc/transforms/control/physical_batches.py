@@ -180,11 +180,7 @@ def loop(
     """Run a loop whose first condition is known to its end.
 
     Args:
-        condition: the condition for one example.
-        body: the body for one example.
-        carried: the number of operands that are carried.
         operands: the operands of condition and body, as tensors of the vmap.
-        choice: the condition of the first carry.
 
     Returns:
         The last carry; None if the loop has to run on tracers.
@@ -254,9 +250,7 @@ def choice(
     """Run each branch on the examples that take it; None as for `loop`.
 
     Args:
-        branches: the branches for one example.
         operands: the operands of the branches, as tensors of the vmap.
-        taken: the branch that each example takes.
     """
 
     def run(batch: PhysicalBatch) -> Sequence[Any] | None:

@@ -499,15 +499,9 @@ def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any],
     """Return a function of single slices, from a function that combines slices pointwise."""
 
     def one(left: Any, right: Any) -> Any:
-        trees = [pytrees.tree_map(lambda x: _with_dim(x, axis), tree) for tree in (left, right)]
-        return pytrees.tree_map(lambda x: _without_dim(x, axis), fn(*trees))
+        trees = [pytrees.tree_map(lambda x: x.unsqueeze(axis), tree) for tree in (left, right)]
+        return pytrees.tree_map(
+            lambda x: x.squeeze(axis) if isinstance(x, torch.Tensor) and x.dim() else x, fn(*trees)
+        )
 
     return one
-
-
-def _with_dim(x: torch.Tensor, axis: int) -> torch.Tensor:
-    return x.unsqueeze(axis)
-
-
-def _without_dim(x: Any, axis: int) -> Any:
-    return x.squeeze(axis) if isinstance(x, torch.Tensor) and x.dim() else x

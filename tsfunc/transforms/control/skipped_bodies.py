@@ -55,12 +55,7 @@ def check_other_branches(
     Inside of transforms the branches are not checked: they may close over values of a transform.
 
     Args:
-        label: the operator.
         names: the names of the branches in error messages.
-        branches: all branches.
-        operands: the arguments of the branches.
-        taken: the index of the taken branch.
-        out: the result of the taken branch.
 
     Returns:
         The result, with its numbers as tensors: NOTE [numbers among results] in ``outputs``.
@@ -121,11 +116,7 @@ def check_zero_steps(
     """Check that a body that was not called keeps the type of its carry.
 
     Args:
-        label: the operator.
-        written: the user's function.
         body: calls ``written``: takes the carry and returns the next carry.
-        carry: the first carry.
-        advice: the advice in the error message.
 
     Raises:
         TypeCheckError: the body changes the type of the carry.

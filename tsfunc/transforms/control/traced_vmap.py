@@ -61,12 +61,8 @@ def call_for_examples(
     """Call an operator for each example of the vmaps that its bodies do not see.
 
     Args:
-        op: the operator for one example.
-        hidden: the vmaps.
-        trace: the trace that records the call.
         tensors: the operands, laid out by `hidden`.
         numbers: the symbolic numbers that follow the tensors.
-        results: the types of the results for one example.
 
     Raises:
         CannotUnbatch: a body draws random numbers, or a branch writes into an operand, which
