@@ -1,10 +1,9 @@
 """The layer between torch and the rest: tracers, the two handlers, torch's thread-local state.
 
-This is the only package that uses torch's private names. Each file lists the private names that it
-uses, with the torch releases that have them. This file is the loader of the package: it fills the
-registry of function rules, imports the kernels of the built-in keys, tells the catalogue how
-operators are read, lists what the first transform of a process prepares, and mends a call of torch
-that loses an argument.
+This is the only package that uses torch's private names; ``private_names/`` lists them, each with
+its use and a check. This file is the loader of the package: it fills the registry of function
+rules, imports the kernels of the built-in keys, tells the catalogue how operators are read, lists
+what the first transform of a process prepares, and mends a call of torch that loses an argument.
 
 The package is private.
 """

@@ -1,9 +1,4 @@
-"""Operators without a batching rule: decompositions and the loop over examples.
-
-Private names used here (torch 2.13 and 2.14): ``OpOverload._schema`` names an operator's arguments;
-``OpOverload.impl_aten`` is the implementation of a primitive of torch's references
-(``torch._prims``); ``torch._decomp.decomposition_table`` has decompositions written in Python.
-"""
+"""Operators without a batching rule: decompositions and the loop over examples."""
 
 from __future__ import annotations
 

@@ -7,9 +7,6 @@ NOTE [added numbers]
 If ``_foreach_add`` adds a tensor without dims that does not require a gradient, torch's parser
 reads the tensor as a number and loses its tangent. The parser does not read tracers. A batched call
 must give the result of the loop over examples, so the tangent of such a tracer is dropped here.
-
-Private names used here (torch 2.13 and 2.14): the names of these operators in ``torch.ops.aten``;
-``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
 from __future__ import annotations

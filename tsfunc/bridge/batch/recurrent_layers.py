@@ -7,9 +7,6 @@ weights does not depend on the step before, so it is a single product over all s
 NOTE [packed sequences]
 C++ code reads the sizes of the steps of a packed sequence as numbers, so the layers and
 ``pad_packed_sequence`` have no form for a batch of packed sequences: vmap refuses them.
-
-Private names used here (torch 2.13 and 2.14): ``torch._VF`` has the functions that recurrent
-modules call.
 """
 
 from __future__ import annotations

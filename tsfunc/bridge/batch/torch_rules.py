@@ -5,9 +5,6 @@
 made by ``custom_op``, and it is called here. For other operators (``torch.library.define``, or a
 kernel in C++) the rule is inside a kernel of torch.func's key, which torch.vmap over the values
 calls.
-
-Private names used here (torch 2.13 and 2.14): ``_C._dispatch_has_kernel_for_dispatch_key`` tells
-whether such a kernel exists.
 """
 
 from __future__ import annotations

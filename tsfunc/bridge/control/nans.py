@@ -9,8 +9,6 @@ programs and of torch's own backward passes. It looks only if no call on tracers
 
 A program consists of calls on plain tensors, which do not say where the examples are. If one makes
 a NaN, the function is called again without its program (``transforms/specialize``).
-
-Private names used here (torch 2.13 and 2.14): ``FakeTensor`` is the class of a trace's values.
 """
 
 from __future__ import annotations

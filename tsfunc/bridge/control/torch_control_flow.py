@@ -1,8 +1,6 @@
 """torch's prototype functions for control flow, whose import paths may change.
 
-Private names used here (torch 2.13 and 2.14): ``torch._higher_order_ops`` has ``associative_scan``,
-``map``, ``scan`` and ``while_loop``. The functions below import it when they are called, which is
-while torch records a graph. ``torch.utils._pytree`` has the pytrees that these functions support.
+The functions below import torch's when they are called, which is while torch records a graph.
 """
 
 from __future__ import annotations

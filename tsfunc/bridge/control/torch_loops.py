@@ -6,12 +6,10 @@ derivative is recorded, the call is therefore made without Dynamo, and its opera
 ``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library
 (``transforms/control/torch_forms``).
 
-Private names used here (torch 2.13 and 2.14): torch's functions compile and call an operator by
-``torch._higher_order_ops.utils._hop_compile_and_call``. Without this name the functions go to
-Dynamo inside of the transforms too, and only the operators are replaced.
-``torch._higher_order_ops.associative_scan`` has ``generic_associative_scan``, which is not an
-operator but a Python function; it halves the elements until one is left, and therefore reads their
-number. ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+torch's functions compile and call an operator by ``_higher_order_ops.utils._hop_compile_and_call``.
+Without this name the functions go to Dynamo inside of the transforms too, and only the operators
+are replaced. ``generic_associative_scan`` is not an operator but a Python function: it halves the
+elements until one is left, and therefore reads their number.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ reach methods that are already bound.
   of the class, and the metaclass defines the result: ``FunctionMeta.__call__``. A ``Function``
   class has no other use for a call, since torch has deprecated instances of it.
 
-Private names used here (torch 2.13 and 2.14): ``autograd.function._SingleLevelFunction`` is the
-base class of ``Function`` and of the classes that torch.func derives from one; its own base
-``_C._FunctionBase`` has the ``apply`` that puts a node into the graph;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+torch's ``_SingleLevelFunction`` is the base class of ``Function`` and of the classes that
+torch.func derives from one; its own base ``_FunctionBase`` has the ``apply`` that puts a node into
+the graph.
 """
 
 from __future__ import annotations

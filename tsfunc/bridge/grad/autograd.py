@@ -6,11 +6,6 @@ Without tracers these are plain tensors (no wrapper, no cost), otherwise they ar
 level. Tensors of other levels are lifted to it first, so that the graphs of two levels never share
 a differentiated input. Operations on the inner values, under the state that the level captured,
 record the graphs of the outer levels.
-
-Private names used here (torch 2.13 and 2.14): ``Variable._execution_engine`` runs a backward pass
-without ``torch.autograd.grad``'s checks; ``Node._sequence_nr`` is a node's number,
-``_C._autograd._get_sequence_nr`` the number of the next node of this thread;
-``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ it refuse passes with given inputs, which transforms use. Tracers of a level wit
 also pass through it without a graph. While a transform is active, the other form runs instead,
 which gives the same results.
 
-Private names used here: ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the
-reentrant form. For the other form it looks up ``_checkpoint_without_reentrant_generator`` up to
-torch 2.13, which takes the function's arguments after its options, and since torch 2.14
+``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the reentrant form. For the other
+form it looks up ``_checkpoint_without_reentrant_generator`` up to torch 2.13, which takes the
+function's arguments after its options, and since torch 2.14
 ``_checkpoint_without_reentrant_generator_impl``, which takes them as a tuple and a dict.
 """
 

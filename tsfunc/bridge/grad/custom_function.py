@@ -9,9 +9,6 @@ of the class, mapped over the examples (``mapped_function``).
 
 After the first transform has run, ``apply_hook`` passes every call of ``Function.apply`` to
 ``_apply``. Calls without tracers continue to torch's own method.
-
-Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level``;
-``DisableTorchFunction``; ``forward_ad._set_fwd_grad_enabled``.
 """
 
 from __future__ import annotations

@@ -8,10 +8,6 @@ that thread's jvp. A second thread therefore waits for its turn, but only for a 
 because the first thread may be waiting for the second inside of its jvp. After that time the second
 thread differentiates the pullback instead, which gives the same result unless the function turns
 grad mode off.
-
-Private names used here (torch 2.13 and 2.14): ``forward_ad._current_level`` tells whether a dual
-level is entered, ``_C._exit_dual_level`` exits it; ``forward_ad._maybe_load_decompositions`` is
-called by the first ``make_dual``; ``forward_ad._set_fwd_grad_enabled`` switches tangents on.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ They copy it with ``clone``. A formula of a backward pass that multiplies a batc
 ``w.conj()``, where ``w`` is a plain tensor, would therefore reach the rule of the product with a
 copy that has no graph: the next derivative by ``w`` would be wrong. Here autograd sees the copy. A
 tracer has no lazy bit, so that only plain tensors are concerned.
-
-Private names used here (torch 2.13 and 2.14): ``_ForceDispatchKeyGuard``,
-``_dispatch_tls_local_include_set`` and ``_dispatch_tls_local_exclude_set`` turn autograd on again.
 """
 
 from __future__ import annotations

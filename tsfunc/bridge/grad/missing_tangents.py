@@ -13,13 +13,6 @@ Calls of these operators with tangents are therefore intercepted before autograd
 keys]). torch's own operators are refused. Other operators run, and are refused if none of their
 results has a tangent. The functional collectives of torch.distributed are linear and have no
 forward formula: they are applied to the tangents here.
-
-Private names used here (torch 2.13 and 2.14): ``_library.custom_ops.OPDEFS`` has the operators of
-``custom_op``, each with the library ``_lib`` that it is registered in, and its ``_opoverload``;
-``_C._dispatch_get_all_op_names`` lists the operators, ``library._defs`` those that Python defined,
-``_C._dispatch_has_kernel_for_dispatch_key`` tells whether an operator has a kernel for a key;
-``OpOverload._schema`` tells which arguments an operator writes to; ``DisableTorchFunctionSubclass``
-reads a tracer's own tangent.
 """
 
 from __future__ import annotations

@@ -12,9 +12,6 @@ graph, an ``autograd.Function`` of three parts:
 
 torch's own node would not do: it saves results with the tangents of torch's formula, and the
 backward formulas read them.
-
-Private names used here: ``DisableTorchFunctionSubclass`` reaches a tracer's own methods;
-``forward_ad._set_fwd_grad_enabled`` switches tangents on.
 """
 
 from __future__ import annotations

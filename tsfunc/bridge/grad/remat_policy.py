@@ -8,9 +8,6 @@ them records, the call must be made, so that it saves the same tensors as in the
 
 An operator that draws random numbers is always called again, because later operators must draw the
 same numbers as before. An operator that writes into its arguments is always called again too.
-
-Private names used here (torch 2.13 and 2.14): ``torch.utils._python_dispatch.TorchDispatchMode``
-receives every operator below autograd; ``torch._ops`` has the types of operators.
 """
 
 from __future__ import annotations

@@ -14,10 +14,6 @@ have ended; these levels are then active again during the call.
 The first transform of a process may run inside of hooks, such as those of a checkpoint. The hooks
 that its thread has entered are therefore replaced too. Without this, the first run of a checkpoint
 would save tensors that its other runs do not save.
-
-Private names used here (torch 2.13 and 2.14): ``_C._autograd._top_saved_tensors_default_hooks``,
-``_pop_saved_tensors_default_hooks`` and ``_push_saved_tensors_default_hooks`` replace the hooks
-that a thread has entered.
 """
 
 from __future__ import annotations

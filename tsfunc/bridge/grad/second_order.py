@@ -33,10 +33,6 @@ attention and of distances have none. If a backward pass is recorded, these form
 other operators, whose derivatives are right to any order. Fused attention with tangents is written
 so too, as it has no tangent formula. A program contains such formulas as operators, so they are
 also intercepted while it runs (``differentiable``).
-
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reaches a tracer's
-own methods; ``forward_ad._current_level`` tells whether a dual level is entered;
-``OpOverload._schema`` tells which arguments of an operator are tensors.
 """
 
 from __future__ import annotations

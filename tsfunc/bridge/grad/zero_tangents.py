@@ -6,8 +6,6 @@ before those of tracers. A product of a lazy zero and a tracer would be a lazy z
 tensor, recorded as computed from the tracer, which a graph outside of the tracer's level then
 keeps. A pullback that ``vmap`` maps, of a function that calls ``jvp``, makes such products. Here
 lazy zeros that meet a tracer become plain zeros, and the call goes to the tracer.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._is_zerotensor`` recognizes lazy zeros.
 """
 
 from __future__ import annotations

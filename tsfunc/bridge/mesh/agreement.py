@@ -6,8 +6,6 @@ a collective of a process group gives wrong numbers or waits until the group's t
 is one small collective before it: the maximum of a hash and of its negative. If the ranks' hashes
 differ, all ranks detect it, exchange their texts, and raise an error with all texts. A rank whose
 body raises reports the error in an agreement too, which stops the other ranks at their next one.
-
-Private names used here (torch 2.13 and 2.14): ``ProcessGroup._allgather_base`` gathers one tensor.
 """
 
 from __future__ import annotations

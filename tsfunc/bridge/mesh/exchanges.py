@@ -1,8 +1,4 @@
-"""The implementation of each kind of exchange: calls of a process group on plain tensors.
-
-Private names used here (torch 2.13 and 2.14): ``ProcessGroup._allgather_base`` and
-``ProcessGroup._reduce_scatter_base`` gather and scatter one tensor.
-"""
+"""The implementation of each kind of exchange: calls of a process group on plain tensors."""
 
 from __future__ import annotations
 

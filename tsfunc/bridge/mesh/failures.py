@@ -10,9 +10,6 @@ numbered, and a rank that has reported as many errors ignores them: all ranks ma
 
 Ranks wait like this for tensors on the CPU. A wait of an NCCL group returns at once, and its
 watchdog ends a collective that another rank does not join.
-
-Private names used here (torch 2.13 and 2.14): ``torch.distributed.distributed_c10d._world`` has the
-store of each process group.
 """
 
 from __future__ import annotations

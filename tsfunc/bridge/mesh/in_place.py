@@ -7,9 +7,6 @@ whole batch at once.
 
 The wrappers of torch's functional collectives return tensors that wait at their first use. On a
 tracer the wait follows at once.
-
-Private names used here (torch 2.13 and 2.14): ``_C._distributed_c10d`` has the classes of process
-groups, of works and of reductions, and ``FakeWork``, a completed work.
 """
 
 from __future__ import annotations

@@ -25,11 +25,6 @@ join               as leave, but of cotangents of a shared value       (share)
 The last seven are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
 ``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
 similar operators, which involve one process only.
-
-Private names used here (torch 2.13 and 2.14): ``_C._AutoDispatchBelowAutograd`` and
-``_C._after_autograd_keyset`` call an operator below autograd;
-``_C.DisableTorchFunctionSubclass`` reads a tracer's own tangent; ``forward_ad._current_level``
-tells whether a dual level is entered.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ mesh with the same text over other ranks is refused.
 
 A mesh refers to its process groups weakly: torch owns them, and ``destroy_process_group`` has to
 end their threads before the interpreter ends.
-
-Private names used here (torch 2.13 and 2.14): ``ProcessGroup._device_types`` are the devices whose
-tensors a group can exchange.
 """
 
 from __future__ import annotations

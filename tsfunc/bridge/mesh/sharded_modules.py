@@ -3,9 +3,6 @@
 The hooks of such a module gather its own parameters, even if a call replaces them. A functional
 call therefore runs without these hooks, on the gathered tensors of the call. The transpose of the
 gathering averages over the processes, as the module's own backward pass does.
-
-Private names used here (torch 2.13 and 2.14): ``FSDPModule._get_fsdp_state``, the owner of a
-module's hooks; ``FSDPState._mp_policy``, the dtypes in which they compute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One simulated rank of a large mesh in a single process, by torch's fake process group.
-
-Private names used here (torch 2.13 and 2.14): ``torch.testing._internal.distributed.fake_pg``
-registers the backend "fake", whose collectives return at once and move no data.
-"""
+"""One simulated rank of a large mesh in a single process, by torch's fake process group."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ dotted name that begins with ``torch`` also covers the attributes below it; a na
 of the names that are joined by ``|``.
 
 An entry lists the releases in which its check was run.
-
-Private names used here (torch 2.13 and 2.14): all of them.
 """
 
 from __future__ import annotations

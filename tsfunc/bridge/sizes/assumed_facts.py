@@ -2,9 +2,6 @@
 
 A trace adds facts to its environment as guards. The environment of a program that was read from a
 file has no guards: this module adds those of the file before results are computed.
-
-Private names used here (torch 2.13 and 2.14): ``SymBool.node`` and its ``hint``, the value for the
-sizes of the call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decides facts about expressions in the names of dims, for all sizes that the dims allow.
 
-Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy`` has ``Min`` and ``Max`` of
-sizes, and ``bound_sympy``, which computes the bounds of an expression. These modules import sympy,
-which takes half a second, so they are imported at the first use.
+torch's modules of size expressions import sympy, which takes half a second, so they are imported at
+the first use.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ Among the conditions that an operator's rule tests (NOTE [guards of operators] i
 that needs equal sizes needs descriptors that say so. An equality is needed if the operator raises
 whenever it is broken: it raises at all tried sizes that satisfy the other equalities but not this
 one. Sizes 0 and 1, which broadcast, are not tried, because they say nothing about other sizes.
-
-Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
-the remainders of sizes.
 """
 
 from __future__ import annotations

@@ -3,13 +3,9 @@
 This file has all conversions of sympy's expressions of sizes. The plain data of ``2 * n + 1`` is
 ``["+", ["*", 2, "n"], 1]``, and ``fold_form`` in ``types/sizes.py`` computes with it.
 
-Private names used here (torch 2.13 and 2.14): ``SymInt.node.expr`` is the sympy expression of a
-size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
-``torch.utils._sympy`` has the functions in ShapeEnv's expressions; ``PythonPrinter``, which prints
-them; ``sympy_interp``, which walks an expression; and ``PythonReferenceAnalysis``, which maps each
-function to Python's. These modules import sympy, which takes half a second, so this file imports
-them when an expression is first printed or recorded. ``torch._C._EnableTorchFunction`` lets
-``sym_not`` and similar functions dispatch on the nodes of a graph.
+The classes in an expression of ShapeEnv, some of them torch's own (``FloorDiv``), are recognized by
+their names. torch's modules of these classes import sympy, which takes half a second, so this file
+imports them when an expression is first printed or recorded.
 """
 
 from __future__ import annotations

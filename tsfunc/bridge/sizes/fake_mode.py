@@ -30,12 +30,6 @@ those of the kernel itself, in microseconds, without torch's rules for fake tens
 
 :data:`_RULES` and :data:`_NAMES` list these operators. An operator whose result sizes are computed
 (``conv2d``, ``view``) or depend on data, or that draws random numbers, is not among them.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
-``torch._functorch.config`` has the settings of fake tensors; ``DisableTorchFunction`` and
-``_DisableTorchDispatch`` disable modes and handlers; ``OpOverload._schema`` has the arguments of an
-operator; ``UntypedStorage._cdata`` is the address of a storage.
 """
 
 from __future__ import annotations

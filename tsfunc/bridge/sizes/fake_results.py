@@ -14,9 +14,6 @@ operator accepts too few sizes.
 If a rule fails because it does not support symbolic sizes, the sizes of the results are found in
 the same way (``shape_fitting``).
 
-Private names used here (torch 2.13 and 2.14): ``FakeTensorMode``, which computes results, and its
-errors for data-dependent results; ``DisableTorchFunction``.
-
 NOTE [cached results]
 A model calls the same operators on tensors of the same metadata again and again, and torch's
 fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the metadata
@@ -39,12 +36,6 @@ of a tensor calls torch's rule once.
 
 The cache lives as long as the trace: newly registered kernels, and settings that are not in
 ``_SETTINGS``, do not invalidate it.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
-``UntypedStorage._cdata`` is the address of a storage, also of a fake one; ``SymInt.node`` with its
-``expr`` and ``hint``; the functions of ``torch._C`` return the allowed attention backends and
-kernel libraries; ``DisableTorchFunction`` disables function modes.
 """
 
 from __future__ import annotations

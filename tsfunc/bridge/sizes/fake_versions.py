@@ -5,9 +5,6 @@ the tensor, and torch counts a version for a tensor and its views together. A fa
 made without the mode has a version of its own, and so has each of its views. The writes are
 therefore counted on the storage, and before a call reaches the mode, the version of each argument
 is brought up to date.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._version`` counts the writes to a storage;
-``FakeTensor`` is a tensor of FakeTensorMode.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ It adds the guard that a size is equal to its number, like ``int(x.shape[0])`` i
 
 The kernels of ``upsample_*.vec`` only work out the sizes of the result, and call the operator that
 takes those. The same is done here with symbolic sizes, so that no guard is needed.
-
-Private names used here (torch 2.13 and 2.14): ``torch._C._nn`` has the functions that
-``torch.nn.functional.interpolate`` calls.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 A packed sequence has as many rows as the sum of its lengths, and as many batch sizes as its
 longest sequence: NOTE [sizes of data] in ``symbols``. The first batch size is the number of
 sequences.
-
-Private names used here (torch 2.13 and 2.14): ``symbolic_shapes._constrain_range_for_size`` marks a
-fresh symbol as a size.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 ``torch._check(n > 3)`` in a branch is checked only if that branch is taken. Code outside of the
 branch must not rely on the fact: the condition ``n > 3`` is still unknown there.
 
-Private names used here (torch 2.13 and 2.14): the fact tables of ShapeEnv, by symbol
-(``var_to_range``, ``replacements``, ``deferred_runtime_asserts``, ``size_like``) and by expression
-(``axioms``, ``divisible``); ``num_deferred_runtime_asserts``, the number of assertions;
-``_version_counter`` and ``_replacements_version_counter``, which invalidate its caches.
+ShapeEnv has tables of facts by symbol (``var_to_range``, ``replacements``,
+``deferred_runtime_asserts``, ``size_like``) and by expression (``axioms``, ``divisible``); its
+version counters invalidate its caches.
 """
 
 from __future__ import annotations

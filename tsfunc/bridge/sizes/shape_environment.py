@@ -1,12 +1,7 @@
 """The environment of symbolic sizes: torch's ShapeEnv, with the user's line for each guard.
 
-Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental.symbolic_shapes`` has
-ShapeEnv. Its ``evaluate_expr`` evaluates conditions on sizes, and ``guards`` lists them;
-``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle conditions whose value
-is not known yet, and ``_version_counter`` invalidates its caches when it learns more.
-``torch._guards.Source`` is the origin of a symbol, ``forward_ad._current_level`` the depth of
-torch's dual levels. These modules import sympy, which takes half a
-second, so they are imported when the first symbol is made.
+torch's modules of ShapeEnv import sympy, which takes half a second, so they are imported when the
+first symbol is made.
 """
 
 from __future__ import annotations

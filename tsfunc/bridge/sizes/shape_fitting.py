@@ -2,9 +2,6 @@
 
 Each size of a result is an expression in the sizes of the arguments that matches the operator's
 results at several fixed sizes (``shape_probe``).
-
-Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr``,
-``FakeTensorMode``, ``DisableTorchFunction``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """An operator's call at sizes other than those of the trace, on fake tensors of fixed sizes.
 
 NOTE [guards of operators] in ``fake_results`` describes the purpose.
-
-Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr``,
-``FakeTensorMode``, ``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and
-``backed_var_to_val`` (``var_to_val`` in older versions).
 """
 
 from __future__ import annotations

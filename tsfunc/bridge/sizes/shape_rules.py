@@ -11,13 +11,6 @@ The size of ``x[:k]`` and the storage offset of ``x[k]`` are new symbols if ``k`
 A derivative slices a value and its tangent at the same bounds, and torch requires equal sizes and
 offsets of them. Equal bounds of dims of equal size therefore give the same symbols, within one
 graph.
-
-Private names used here (torch 2.13 and 2.14): ``statically_known_true`` tells whether a fact
-follows from the bounds of the symbols, without a guard; ``SymInt.node`` with its ``shape_env``,
-whose ``is_unbacked_symint`` finds the symbols without a value in the call, and whose
-``pending_fresh_unbacked_symbols`` are those that no node has yet;
-``FakeTensor.fake_mode`` computes results. ``_DisableTorchDispatch`` disables
-``__torch_dispatch__`` in C++.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Symbolic sizes and numbers: their kind, their text, and their nodes.
 
-Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr`` and ``shape_env``.
-
 NOTE [symbolic ints as plain ints]
 Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
 offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser reads the value of a
@@ -9,12 +7,6 @@ symbolic int there, which adds a guard on the value. The operator is therefore c
 parser, and its result follows from NOTE [guards of operators] in ``fake_results``. If that
 fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
 schema, and becomes ``torch.full``.
-
-Private names used here (torch 2.13 and 2.14): the kind of an argument's ``real_type`` in an
-overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
-the call; ``torch.return_types`` has the named tuples of functions with several results;
-``torch.utils._sympy.functions`` has the functions of ``math`` in expressions;
-``create_symfloatnode`` makes a symbolic number of an expression.
 
 NOTE [functions of math]
 ``math.cos`` is written in C and needs the value of a symbolic number, which would be a constant of

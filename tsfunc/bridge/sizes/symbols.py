@@ -1,9 +1,7 @@
 """Symbolic sizes: one symbol for each named dim and each size that depends on data.
 
-torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.13
-and 2.14): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
-expressions. These modules import sympy, which takes half a second, so this file imports them when
-a symbol is first made.
+torch's ShapeEnv does the algebra (``shape_environment``). Its modules import sympy, which takes
+half a second, so this file imports them when a symbol is first made.
 
 NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same

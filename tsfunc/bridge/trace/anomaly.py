@@ -3,10 +3,6 @@
 In anomaly mode the autograd engine checks after each backward formula whether its results contain
 NaN. A trace has no data for this check. It records an assertion instead, which raises torch's error
 when the program runs, with the user's line of the forward call.
-
-Private names used here (torch 2.13 and 2.14): ``torch._C._current_autograd_node`` is the node whose
-formula the engine runs; ``torch.ops.aten._is_any_true`` and ``_local_scalar_dense`` are the
-operators of this check.
 """
 
 from __future__ import annotations

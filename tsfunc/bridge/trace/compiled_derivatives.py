@@ -12,9 +12,6 @@ NOTE [kept graphs of compiled code]
 AOTAutograd lets a backward pass reuse the saved buffers ("donated"), unless the first pass that
 runs keeps its graph; later passes that keep theirs are then an error. A program serves both kinds:
 ``vjp`` keeps the graph, ``grad`` does not. Programs are therefore compiled without it.
-
-Private names used here (torch 2.13 and 2.14): ``_get_current_graph_task_keep_graph`` tells whether
-a backward pass keeps its graph; ``_functorch.config`` turns the reuse of buffers off.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ C++ makes a Python bool of the results of ``equal`` and ``allclose``. A trace ca
 themselves instead. The answer is a symbolic number without a hint, like that of ``item()`` (NOTE
 [sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers,
 and for the count of batches from which ``BatchNorm(momentum=None)`` computes its momentum.
-
-Private names used here (torch 2.13 and 2.14): ``torch._ops.OpOverload`` is the class of operators.
 """
 
 from __future__ import annotations

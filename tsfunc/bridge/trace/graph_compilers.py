@@ -14,12 +14,6 @@ by the graph and the settings, in later processes too. It does so only if a trac
 compiled without such a context. In a graph with an exchange between ranks, a decomposition of this
 package replaces the exchange by that of a rank, and torch's key does not contain decompositions.
 The other kind is a graph that computes numbers (NOTE [loops in Inductor]).
-
-Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
-uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
-name; ``forward_ad._current_level`` is 0 or more inside a dual level;
-``_functorch.maybe_current_level`` is the depth of torch.func's transforms;
-``torch._guards.tracing`` sets the ``TracingContext`` that compilers read.
 """
 
 from __future__ import annotations

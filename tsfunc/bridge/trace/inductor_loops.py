@@ -1,8 +1,4 @@
-"""Changes of a graph with loops for Inductor: NOTE [loops in Inductor] in ``graph_compilers``.
-
-Private names used here (torch 2.13 and 2.14): ``torch._inductor.custom_graph_pass`` has the base
-class of passes, and the hash that keys the caches of their results.
-"""
+"""Changes of a graph with loops for Inductor: NOTE [loops in Inductor] in ``graph_compilers``."""
 
 from __future__ import annotations
 

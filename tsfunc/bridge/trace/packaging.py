@@ -1,8 +1,4 @@
-"""Files of exported programs for other runtimes: torch's AOTInductor, and ONNX.
-
-Private names used here (torch 2.13 and 2.14): ``torch._inductor.aoti_compile_and_package``, which
-torch documents by this name.
-"""
+"""Files of exported programs for other runtimes: torch's AOTInductor, and ONNX."""
 
 from __future__ import annotations
 

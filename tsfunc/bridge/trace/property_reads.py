@@ -2,9 +2,6 @@
 
 A property of an argument is read from the traced call and guarded. A property of a computed value
 is either known or refused.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._version``, ``_base``, ``_is_view`` and
-``_backward_hooks`` are among these properties.
 """
 
 from __future__ import annotations

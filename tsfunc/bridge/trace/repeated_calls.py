@@ -23,9 +23,6 @@ Not kept are calls
 - of functions, where autograd records at the level or autocast is on;
 - while bodies of control flow are traced, ``explain`` watches, or modes or transforms of torch are
   active.
-
-Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level`` tells whether a
-torch.func transform is active; ``DisableTorchFunction`` disables function modes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs a traced graph again on fake values, to compare its operators' results with those recorded.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
-``torch._ops.OpOverload`` is the class of operators.
-"""
+"""Reruns a traced graph on fake values, to compare its operators' results with those recorded."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It reads the data,
 which a trace does not have. In a trace the step is always made, and its writes are undone by
 ``torch.where`` if it is to be skipped.
-
-Private names used here (torch 2.13 and 2.14): ``GradScaler._maybe_opt_step`` makes the step or
-skips it.
 """
 
 from __future__ import annotations

@@ -10,12 +10,6 @@ assignment (``_version``) are refused too.
 The sizes of a tensor determine its strides, with one exception: with named dims a guard knows only
 the order of the strides. A trace assumes that these tensors have no gaps in memory, as is true for
 the results of operators; a function that reads the strides adds a guard on this.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._version``, ``_base`` and ``_is_view``
-describe how a tensor's memory is shared and written; ``_is_param`` and ``_is_buffer`` mark other
-tensor classes as instances of ``Parameter`` and ``Buffer`` (``isinstance``); ``_backward_hooks``
-has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a storage, also of a fake
-one; ``_C._dynamo.guards.TensorGuards`` compares tensors with examples in one call into C++.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ like those of the examples, although the result is right for all sizes that the 
 With ``backed_size_oblivious`` the rules choose the computation that is right for every size, as for
 sizes that depend on data. Decompositions of the exported program repeat the tests, so the exported
 program sets the option itself.
-
-Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental._config`` has
-``backed_size_oblivious``, which torch's ONNX exporter sets as well.
 """
 
 from __future__ import annotations

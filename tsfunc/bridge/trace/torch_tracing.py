@@ -7,11 +7,6 @@ NOTE [emulated views]
 torch differentiates the bodies of its loops with each view replaced by a copy (``expand_copy`` for
 ``expand``). Its shape rules for these copies reject symbolic sizes, or specialize them. Therefore
 an emulated view gets the shape of the view while this module or a backend traces.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-``torch._subclasses.fake_impls`` has the fake-tensor rules of operators.
-``torch.fx.experimental.proxy_tensor`` has ``make_fx``, which AOTAutograd uses too; ``torch._ops``
-has the classes of operators, HigherOrderOperator for those that take functions.
 """
 
 from __future__ import annotations

@@ -5,12 +5,6 @@ The Specialize kernel computes the results of an operator on fake values. The Tr
 Specialize kernel, and records the call. Both kernels see the operators as the user called them:
 autograd is outside of the level, so composite operators stay whole, and a program can be
 differentiated, vmapped and traced again.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-which runs operators on shapes, and the errors for data-dependent results;
-``DisableTorchFunction`` disables function modes in kernels;
-``_functorch.maybe_get_level`` is the depth of the torch.func transform that wrapped a tensor;
-``Node._update_args_kwargs`` sets the arguments of a node of a graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Rules of single operators and methods in a trace, and predicates on running traces.
-
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` disables function modes in
-kernels.
-"""
+"""Rules of single operators and methods in a trace, and predicates on running traces."""
 
 from __future__ import annotations
 

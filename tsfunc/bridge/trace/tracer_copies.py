@@ -2,10 +2,6 @@
 
 C++ takes a hundred microseconds to make a tensor with symbolic sizes: it calls Python to compute
 the storage size, contiguity and order of strides. A copy reuses these results.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage, ``Tensor._make_subclass`` makes an instance of a subclass as a C++ copy of another
-tensor; ``_C._DisableTorchDispatch`` lets it do so without a dispatch to that tensor.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Methods that handle calls on tracers in Python: attributes, ``detach``, and reads of data.
 
 C++ can't handle these calls: it would use the wrapper tensor, or would not dispatch back.
-
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
-attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack; ``Tensor._backward_hooks`` is
-set to None by C++ after a write.
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@ NOTE [plans of operators]
 belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered for
 the operator, then this is the kernel of the Batch column, which runs a batching rule. The plan runs
 the rule without the steps between, under the state that the level captured.
-
-Private names used here (torch 2.13 and 2.14): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
-``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
-inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage.
-"""
+"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers."""
 
 from __future__ import annotations
 

@@ -2,10 +2,6 @@
 
 The boundary folds the traceback of an error (NOTE [folded tracebacks] in ``user_code.py``), and
 restores the state of the thread after it (NOTE [interrupts] in ``interrupts``).
-
-Private names used here (torch 2.13 and 2.14): ``_current_autograd_node`` is the node that a
-backward pass runs, ``Node._sequence_nr`` its number, and ``_autograd._get_sequence_nr`` the number
-of the next node.
 """
 
 from __future__ import annotations

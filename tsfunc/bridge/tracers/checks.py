@@ -16,10 +16,6 @@ NOTE [checks of distributions]
 The constraints of ``torch.distributions`` for matrices end early if an earlier condition fails, as
 in ``if not symmetric.all(): return symmetric``. The distribution raises for a condition that is not
 True everywhere, so the early end is a check too.
-
-Private names used here (torch 2.13 and 2.14): ``torch._check_with`` and
-``torch._check_tensor_all_with``, which the functions for checks call, ``torch._is_all_true``, and
-``torch._assert_async``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Container classes registered with torch's pytrees, as users of ``torch.func`` do.
 
-Private names used here (torch 2.13 and 2.14): ``torch.utils._pytree.SUPPORTED_NODES`` holds the
-flatten and unflatten functions that ``register_pytree_node`` and ``register_dataclass`` of that
-module were given, and ``GetAttrKey`` is the key of a field.
+``torch.utils._pytree.SUPPORTED_NODES`` holds the flatten and unflatten functions that
+``register_pytree_node`` and ``register_dataclass`` of that module were given.
 """
 
 from __future__ import annotations

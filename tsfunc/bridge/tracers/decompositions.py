@@ -1,10 +1,4 @@
-"""Decompositions of operators, run on a level's tracers if no rule covers the whole operator.
-
-Private names used here (torch 2.13 and 2.14): ``OpOverload.decompose`` runs a composite operator's
-decomposition, ``OpOverload._op_dk`` runs its kernel for one key, ``OpOverload._schema`` has its
-name; ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check,
-once.
-"""
+"""Decompositions of operators, run on a level's tracers if no rule covers the whole operator."""
 
 from __future__ import annotations
 

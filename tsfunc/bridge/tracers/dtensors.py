@@ -4,10 +4,8 @@
 by the argument would be zero without an error. Derivatives refuse it instead, for tensors with
 tangents and for the inputs of reverse mode.
 
-Private names used here (torch 2.13 and 2.14): ``distribute_tensor`` calls
-``distributed.tensor._api.assert_no_mixed_partial_types`` on its placements after its checks of the
-argument, and calls the argument ``tensor``; ``DisableTorchFunctionSubclass`` reads a tracer's own
-tangent.
+``distribute_tensor`` calls ``assert_no_mixed_partial_types`` on its placements after its checks of
+the argument, and calls the argument ``tensor``.
 """
 
 from __future__ import annotations

@@ -25,15 +25,11 @@ While torch records a graph (torch.compile, torch.export, make_fx), control flow
 torch's own, so that the graph has them as operators; ``transforms/control/in_torch`` lists them.
 Inside an active transform, torch instead records the operators on batches and cotangents.
 
-Private names used here (torch 2.13 and 2.14): ``_C._dynamo.eval_frame.set_code_exec_strategy`` sets
-Dynamo's treatment of frames of a code object, and of frames below them; ``_torchdynamo_disable``
-on a function stops Dynamo from tracing calls of it, and ``_torchdynamo_disable_msg`` is the reason
-in its messages; Dynamo traces ``_torchdynamo_inline`` of a function in its place.
-``_C._get_dispatch_mode`` and, for recordings above autograd,
-``_ops._get_dispatch_mode_pre_dispatch`` return the active mode of a kind.
-``torch._dynamo.eval_frame._callback_from_stance`` returns Dynamo's callback for a call of a
-compiled function, and None for a call that runs as Python; ``set_fullgraph_compiled_frame_count``
-sets the number of frames that a call has compiled, -1 if they are not counted.
+Dynamo does not trace calls of a function with ``_torchdynamo_disable``, and gives
+``_torchdynamo_disable_msg`` as the reason; it traces ``_torchdynamo_inline`` of a function in its
+place. ``_callback_from_stance`` returns Dynamo's callback for a call of a compiled function, and
+None for a call that runs as Python; ``set_fullgraph_compiled_frame_count`` sets the number of
+frames that a call has compiled, -1 if they are not counted.
 """
 
 from __future__ import annotations

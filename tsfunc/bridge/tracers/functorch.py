@@ -4,11 +4,6 @@ If a torch.func transform is the innermost one, the traced tensors are its own. 
 autograd must not run on them, and a tracer of this package would leave their levels in the wrong
 order. A transform that is called there delegates to the torch.func transform of the same name, as
 it does while Dynamo traces it (NOTE [transforms in torch.compile] in ``dynamo``).
-
-Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level`` is the depth of
-torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``,
-``maybe_get_bdim`` and ``maybe_get_level`` inspect a tensor of its transforms, and
-``_add_batch_dim`` makes one.
 """
 
 from __future__ import annotations

@@ -56,15 +56,6 @@ already exists"), and this error takes the place of the interrupt, which is its 
 outermost call raises the interrupt instead. The first frame of the interrupt's traceback is the one
 that was handling it when the error was raised: if that is a frame of the user's code, the user has
 caught the interrupt and the error stays.
-
-Private names used here (torch 2.13 and 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
-dispatch keys; ``forward_ad._current_level`` is torch's dual level; ``_is_fwd_grad_enabled`` and its
-setter switch forward mode, ``_get_torch_function_state`` and its setter calls of
-``__torch_function__``; the lengths of torch's mode stacks, and the functions that pop, push and
-list modes; in Python, ``_is_in_torch_dispatch_mode`` and two more flags repeat what the stack of
-dispatch modes says; ``_functorch`` has torch.func's stack; ``_autograd`` has the stack of hooks of
-saved tensors; ``_InferenceMode`` sets inference mode; ``_only_lift_cpu_tensors`` is a flag that
-fake modes set.
 """
 
 from __future__ import annotations

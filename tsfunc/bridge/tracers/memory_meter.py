@@ -3,11 +3,6 @@
 On an accelerator, torch counts allocations; the peak is reset for the measurement. On the CPU, the
 allocator reports each allocation and release only to torch's profiler. The measurement therefore
 runs the profiler in its legacy form, which only keeps a list of events.
-
-Private names used here (torch 2.13 and 2.14): ``_C._autograd._enable_profiler_legacy`` and
-``_disable_profiler_legacy`` start the profiler on this thread and return its events, one list per
-thread; ``_profiler_enabled`` tells whether one runs; ``_C._profiler`` has the types of its
-settings.
 """
 
 from __future__ import annotations

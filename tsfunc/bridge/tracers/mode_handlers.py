@@ -17,11 +17,8 @@ in Python are therefore replaced by functions that look at the stack. If C++ ask
 signal is sent once more a millisecond later; otherwise the replaced handler runs. Interrupts do not
 wait for the end of a backend's compilation, as Inductor may take minutes.
 
-Private names used here (torch 2.13 and 2.14): ``FakeTensorMode``, ``FunctionalTensorMode`` and
-``ProxyTorchDispatchMode`` are the modes, and ``FakeTensor`` the class of fake tensors;
 ``FunctionalTensor.metadata_fns`` has the operators for metadata, but two; C++ calls
-``find_torch_dispatch_rule`` before a handler; ``_get_dispatch_mode`` returns the mode in the place
-of a ``_TorchDispatchModeKey``, and ``_unset_dispatch_mode`` empties the place.
+``find_torch_dispatch_rule`` before a handler.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ have only private names (torch 2.13 and 2.14). ``_jit_resolve_packet`` finds the
 schema accepts given arguments, as a call of the packet does. ``_maybe_get_opdef`` finds the
 definition of a ``torch.library.custom_op``, which has the rule of ``register_vmap`` as
 ``_vmap_fn``.
-
-Private names used here (torch 2.13 and 2.14): ``OpOverload._schema``.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ double precision: ``1 - beta2 ** step``. In traces, torch's optimizers compute w
 the results would have the precision of float32, which a float64 model does not reach. The tensor is
 therefore converted first. A double of 0 dims does not change the dtype of other tensors.
 
-Private names used here (torch 2.13 and 2.14): ``_init_group`` of each class in ``torch.optim``
-makes the missing state of a group's parameters, and puts parameters, gradients and state into the
-lists that it is given. ``torch.optim.optimizer._get_value``, which the modules of the classes
-import, returns a number of the state: a Python number, or the tensor in a trace.
+``_init_group`` of each class in ``torch.optim`` makes the missing state of a group's parameters,
+and puts parameters, gradients and state into the lists that it is given. ``_get_value``, which the
+modules of the classes import, returns a number of the state: a Python number, or the tensor in a
+trace.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 module keeps lists of its weights besides: it notices the first change in its forward pass, and
 rebuilds its lists. It does not notice the second change, and would keep the weights of the call.
 
-Private names used here (torch 2.13 and 2.14): in ``nn.RNNBase`` ``_flat_weights`` has the weights
-in the order of its operators' arguments, and ``_flat_weight_refs`` has weak references to these,
-by which the module notices a change.
+In ``nn.RNNBase`` ``_flat_weights`` has the weights in the order of its operators' arguments, and
+``_flat_weight_refs`` has weak references to these, by which the module notices a change.
 """
 
 from __future__ import annotations

@@ -12,10 +12,6 @@ a list of numbers is repeated, a tuple becomes a list, and trailing arguments th
 schema's defaults are omitted. A form is kept only if it reproduces the arguments of the probes,
 for the call itself and for a call with other, distinct numbers. Calls that types do not determine
 (symbolic numbers, names of dims) have no form.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_C._disabled_torch_function_impl`` disables ``__torch_function__``;
-``OpOverload._schema`` has the names of an operator's arguments and results.
 """
 
 from __future__ import annotations

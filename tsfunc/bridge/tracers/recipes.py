@@ -21,8 +21,8 @@ as it is then. A recording is discarded, and the rule runs at each call, if
 - the rule writes, and a value is a tracer of an outer level. The recorder has plain tensors in the
   place of tracers, but a write of a tracer into a plain tensor makes that a tracer (``writes``).
 
-Private name used here (torch 2.13 and 2.14): ``TorchDispatchMode._should_skip_dynamo``; if it is
-True, torch wraps a mode's handler in a function that imports Dynamo.
+If ``TorchDispatchMode._should_skip_dynamo`` is True, torch wraps a mode's handler in a function
+that imports Dynamo.
 """
 
 from __future__ import annotations

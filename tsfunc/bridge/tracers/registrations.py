@@ -18,11 +18,10 @@ registered here are those of the classes themselves. The registration is for the
 have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual. The probes
 of ``parsing`` are registered for the operators of one function at a time.
 
-Private names used here (torch 2.13 and 2.14): ``torch.library`` itself is public; the kernels are
-registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``. In ``torch._ops``,
-``_higher_order_ops`` has the higher-order operators, ``HigherOrderOperator.fallthrough`` lets one
-ignore a key, and ``_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS`` lists the keys that
-operators made later ignore.
+The kernels are registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
+``HigherOrderOperator.fallthrough`` lets a higher-order operator ignore a key, and
+``_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS`` lists the keys that operators made later
+ignore.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Schemas of torch's operators as plain data, for the catalogue in ``ops``.
-
-Private names used here (torch 2.13 and 2.14): ``_dispatch_get_all_op_names`` lists the operators
-registered with the dispatcher, ``_dispatch_find_schema_or_throw`` tests whether a name is
-registered, and ``_dispatch_has_kernel_for_dispatch_key`` whether it has a kernel;
-``OpOverload._schema`` is an overload's schema; ``CustomOpDef``, the result of
-``torch.library.custom_op``, has its overload as ``_opoverload``.
-"""
+"""Schemas of torch's operators as plain data, for the catalogue in ``ops``."""
 
 from __future__ import annotations
 

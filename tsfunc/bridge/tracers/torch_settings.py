@@ -15,14 +15,10 @@ trace runs, the flag is therefore an object that is true on the tracing threads 
 others. If torch saves it and restores it later, it is false on all threads. If torch already
 compiles or exports, the flag stays True.
 
-Private names used here (torch 2.13 and 2.14): in ``_C`` ``_len_torch_function_stack``,
-``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
-modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
-``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe;
-``_DisableTorchDispatch`` takes operators past all dispatch modes.
-``torch.random.default_generator`` is the generator that its functions seed; ``torch._compile`` and
-``torch._dynamo.eval_frame`` wrap these functions, so their frames are between the functions and
-the caller. ``torch.compiler._is_compiling_flag`` is the result of ``torch.compiler.is_compiling``.
+Dispatch modes of torch's own tools have a ``_mode_key``. ``DeviceContext`` is the mode of the
+default device, a setting that traces observe. ``torch._compile`` and ``torch._dynamo.eval_frame``
+wrap the functions that seed the default generator, so their frames are between these and the
+caller.
 
 The settings are read by the C++ functions behind public ones: ``_is_any_autocast_enabled``
 (``is_autocast_enabled`` for every type of device), ``_get_deterministic_algorithms`` and

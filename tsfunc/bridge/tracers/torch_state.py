@@ -16,31 +16,12 @@ CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only
 composite would call itself are cast, if autocast was on at the function handler, which records
 this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
 
-Private names used here (torch 2.13 and 2.14 have them all; ``tests/bridge/test_private_names.py``
-fails by name if one is missing):
-
-- ``_dispatch_tls_local_include_set``, ``_dispatch_tls_local_exclude_set``: the C++ dispatcher's
-  thread-local sets, which determine among others whether autograd and autocast apply;
-- ``_dispatch_tls_is_dispatch_key_excluded``: whether a key is in the exclude set;
-- ``_ForceDispatchKeyGuard``: replaces both sets for a block;
-- ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
-- ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
-- ``_SetExcludeDispatchKeyGuard``: adds a key to the exclude set for a block, or removes it;
-- ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
-- ``_dispatch_keyset_full_after``: all keys of a lower priority than one key;
-- ``_len_torch_dispatch_stack``: the number of active dispatch modes on this thread;
-- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``: the active dispatch mode of a kind;
-- ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
-- ``_is_any_autocast_enabled``: whether autocast is on for any device, and ``_DisableAutocast``,
-  which excludes its keys for a block;
-- ``_DisableTorchDispatch``: takes operators past all dispatch modes for a block;
-- ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
-  ``forward_ad._set_fwd_grad_enabled``, which sets this for a block;
-- ``_functorch.maybe_current_level``: the depth of torch.func's stack;
-- ``_functorch.pyfunctorch.temporarily_clear_interpreter_stack``: deactivates the transforms of
-  torch.func for a block;
-- ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
-- ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
+The C++ dispatcher's thread-local sets of included and excluded keys determine among others whether
+autograd and autocast apply. ``_ForceDispatchKeyGuard`` replaces both sets for a block, and
+``_IncludeDispatchKeyGuard`` and ``_ExcludeDispatchKeyGuard`` add to one;
+``_SetExcludeDispatchKeyGuard`` also removes a key. ``_dispatch_keyset_full_after`` returns all keys
+of a lower priority than one key. ``_is_fwd_grad_enabled`` tells whether operators push tangents on
+this thread; ``_current_graph_task_id`` is not -1 on a thread that runs a backward pass.
 """
 
 from __future__ import annotations

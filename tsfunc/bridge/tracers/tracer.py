@@ -7,10 +7,6 @@ recorded at the tracer's level, torch's autograd keys are excluded, so that comp
 
 The dispatch handler is ``__torch_dispatch__``: it receives any operator with its schema, including
 operators that C++ and the autograd engine call. It looks up the operator's row and dispatches.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
-``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block.
 """
 
 from __future__ import annotations

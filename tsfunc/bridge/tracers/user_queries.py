@@ -8,17 +8,9 @@ function. torch takes the mode off its stack while the mode handles a call, and 
 function modes, so the mode is active exactly while the function's own code runs. A transform that
 the function calls runs under the mode too; its own queries are inside of :func:`transform_code`.
 
-Private names used here (torch 2.13 and 2.14): ``_C._is_torch_function_mode_enabled`` is False while
-function modes are disabled; ``overrides._get_current_function_mode_stack`` lists the active modes.
-
 A query about a named dim restricts a trace to the sizes with the same result. When torch makes a
 tracer, it queries whether the tracer is contiguous or empty. A tracer repeats known metadata, so
 the results of these queries do not change the program, and add no guards.
-
-Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
-``evaluate_expr``, which evaluates conditions on sizes, ``suppress_guards``, and ``_log_guard``,
-which receives each result that does not follow from the bounds. ``SymInt.node.expr`` is a size as
-an expression; ``statically_known_true`` tells whether a fact follows from the symbols' bounds.
 """
 
 from __future__ import annotations

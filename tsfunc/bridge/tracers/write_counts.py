@@ -1,8 +1,4 @@
-"""The numbers of writes into tensors, by which results that were kept are known to be valid.
-
-Private names used here (torch 2.13 and 2.14): ``Tensor._version`` counts the writes into a tensor
-and the views of it.
-"""
+"""The numbers of writes into tensors, by which results that were kept are known to be valid."""
 
 from __future__ import annotations
 

@@ -17,11 +17,6 @@ The aliases become one tensor of the level, the base, and its views: ``_covering
 tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
 written values are not batched, the base is not copied but only wrapped, so that autograd can record
 at the level.
-
-Private names used here (torch 2.13 and 2.14): ``_C._swap_tensor_impl`` as described above;
-``_C._storage_Use_Count`` gives the number of tensors of a storage;
-``Tensor._use_count`` counts the C++ references to a tensor; ``Tensor._base`` is the base of a
-view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ because its views would lose their memory; the user then gets an emulated view.
 
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
-
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
-attributes.
 """
 
 from __future__ import annotations

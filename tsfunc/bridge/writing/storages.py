@@ -1,8 +1,4 @@
-"""The memory of tensors: which of them share a storage.
-
-Private names used here (torch 2.13 and 2.14): ``UntypedStorage._cdata`` identifies a storage;
-``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
-"""
+"""The memory of tensors: which of them share a storage."""
 
 from __future__ import annotations
 

@@ -8,9 +8,6 @@ read from the tensor (``x.stride()``) then describe this layout, and strides wri
 describe the layout that one example has in the loop. A view is taken if it addresses elements of
 its own example alone, and if it can't be meant as a view of the other layout; other views are
 refused. After ``contiguous()`` the two layouts are the same.
-
-Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
-attributes.
 """
 
 from __future__ import annotations

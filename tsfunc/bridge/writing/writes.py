@@ -2,10 +2,6 @@
 
 NOTE [promotion of tensors] in ``promotion`` describes how. This module defines which
 callables write to which arguments, when the written tensor must change, and the error messages.
-
-Private names used here (torch 2.13 and 2.14): ``torch._C._nn`` has the C functions behind
-``torch.nn.functional``; ``_functorch.maybe_current_level`` is the depth of torch.func's stack;
-``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
 from __future__ import annotations
