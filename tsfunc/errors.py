@@ -75,7 +75,6 @@ class ConstraintViolation(TsfuncError, ValueError):
     """Tracing relied on a fact about a named dim that its descriptor does not state.
 
     Args:
-        message: the error message.
         suggested: for each affected dim, a dim that states the missing fact.
     """
 
@@ -96,7 +95,6 @@ class FailedCheckError(TsfuncError, RuntimeError):
     """Data breaks an assumption of a program, a ``torch._check`` or a :func:`tsfunc.check`.
 
     Args:
-        message: the error message.
         examples: the indices of the examples that fail a ``tsfunc.check``, one for each vmap.
     """
 

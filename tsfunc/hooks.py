@@ -16,11 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hook(Generic[F]):
-    """Functions that are called at one place, in the order in which they were added.
-
-    Attributes:
-        functions: the functions.
-    """
+    """Functions that are called at one place, in the order in which they were added."""
 
     __slots__ = ("functions",)
 

@@ -467,7 +467,6 @@ class replacing_captured_levels:
     them.
 
     Args:
-        inside: the levels whose captured states change.
         seen: function from a state's levels to the levels that replace them.
     """
 

@@ -73,7 +73,6 @@ class Philox:
 
     Args:
         level: the vmap, which has the key, and the index and the draws of each example.
-        device: the device of the numbers.
         generator: the generator of the call, or None.
     """
 

@@ -17,7 +17,6 @@ class Field:
     """A value, and its path in the document.
 
     Args:
-        value: the JSON value.
         parent: the container of the value, or the name of the document in errors.
         key: the key or index in that container.
     """

@@ -36,7 +36,6 @@ class Program(ProgramData):
     differentiated, vmapped and traced as the function itself.
 
     Attributes:
-        name: the function's name.
         graph: its operators, as a torch.fx graph; it has an input for each tensor among the
             call's flattened arguments, in order, then one for each number that is an input.
         inputs: the index of each of the graph's inputs among the flattened arguments; larger

@@ -68,7 +68,6 @@ class Event:
     Attributes:
         seconds: the time since the epoch.
         kind: the kind of event: "specialized", "trace failed", "error", "warning" ...
-        facts: details by name.
         times: the number of equal events in a row.
     """
 

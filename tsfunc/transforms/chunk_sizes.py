@@ -107,7 +107,6 @@ class MeasuredSize:
     Args:
         model: the memory model of such calls; updated while it is new.
         budget: bytes that the call may use in addition to its inputs.
-        total: the number of examples.
         device: the device whose memory is measured.
         name: the name of the function in messages.
     """

@@ -69,7 +69,6 @@ class RuleCall:
     """A call of a function with a rule: its operands' positions and its results' form.
 
     Attributes:
-        rule: the function.
         leaves: the leaves of the differentiated arguments, then of the other arguments; None in
             the positions of operands and sizes.
         tree: the structures of the two groups of arguments, as a pair.

@@ -27,7 +27,6 @@ class Linear:
     Attributes:
         label: the name of the function that the user called.
         count: the number of tensors in ``x``.
-        product: the function ``A x``.
         solve: the solver; it returns ``x`` and then its other results.
         transposed: the solver of the transposed equation.
     """
@@ -72,7 +71,6 @@ class Root:
     Attributes:
         label: the name of the function that the user called.
         count: the number of tensors in ``x``.
-        residual: the function ``f``.
         solve: the solver; it returns ``x`` and then its other results.
         tangent: the solver of the tangent equation, from ``x`` and the right-hand side.
     """

@@ -54,7 +54,6 @@ class OperatorUse:
         rule: the name of the rule or kernel.
         source: the ``file:line`` of the rule, if there is one.
         within: the operator that this operator is a part of, or an empty string.
-        times: the number of calls.
         seconds: the total time of the calls on the host, including nested calls.
     """
 

@@ -26,7 +26,6 @@ class Joined:
 
     Args:
         spec: the arguments of vmap.
-        size: the number of examples of all chunks.
     """
 
     def __init__(self, spec: Spec, size: int) -> None:

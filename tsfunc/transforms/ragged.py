@@ -165,8 +165,6 @@ class _Joined:
 
     Args:
         spec: the arguments of vmap.
-        subsets: the examples of each part.
-        nested: the inputs that are nested tensors.
         single: True if non-tensor results are per example.
     """
 

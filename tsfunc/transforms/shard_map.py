@@ -227,8 +227,6 @@ class bound:
     that raises does not leave others waiting.
 
     Args:
-        mesh: the mesh.
-        axes: the names of the axes.
         check: as for ``shard_map``.
         forbids_random: True if random operators in the block raise an error.
         has_boundary: True for ``shard_map``, which converts values.
@@ -312,7 +310,6 @@ class _LeafExchanges(NamedTuple):
     """The exchanges that a spec stands for.
 
     Attributes:
-        spec: the spec.
         spread: a pair (dim, axis) for each axis of a sharded dim, the slowest axis of a dim first.
         same: the axes that the spec does not name.
         parts: a pair (dim, number of parts) for each sharded dim.
@@ -334,7 +331,6 @@ class _ExchangePlans:
 
     Args:
         name: the parameter of ``shard_map``.
-        specs: its value.
     """
 
     def __init__(self, name: str, specs: Any) -> None:

@@ -40,7 +40,6 @@ class InputSource:
     """An input of the vmapped call, from which some examples can be taken at a time.
 
     Attributes:
-        value: the input itself.
         dim: the dim of the examples in the result of ``take``.
     """
 
@@ -67,7 +66,6 @@ class GroupResult:
 
     Attributes:
         subset: the examples of the run.
-        out: the result.
         reads_values: True if the function read values of examples as Python values.
     """
 
@@ -94,7 +92,6 @@ class Runner:
     Args:
         spec: the arguments of vmap.
         sources: the flattened inputs; a mapped input is a ``Source``.
-        run: function that runs the mapped function.
     """
 
     def __init__(self, spec: Spec, sources: Sequence[Any], run: Run) -> None:

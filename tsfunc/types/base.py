@@ -209,7 +209,6 @@ class Order:
     """The comparison of types, under the names of sizes that are assigned so far.
 
     Attributes:
-        sizes: the names.
         of_call: True for types of a call's arguments, see NOTE [the order of descriptors]; False
             for types of the language.
     """

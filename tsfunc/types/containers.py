@@ -349,7 +349,6 @@ class TSPytree(_Container):
     Args:
         kind: ``list``, ``dict``, or another container class of optree.
         entries: optree's names for the children.
-        children: their types.
     """
 
     kind: type

@@ -207,7 +207,6 @@ class _Join:
     """The join of two types.
 
     Attributes:
-        size: joins two sizes.
         of_call: True for types of a call's arguments, see NOTE [the order of descriptors]; False
             for types of the language.
     """

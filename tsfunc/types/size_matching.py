@@ -43,11 +43,7 @@ def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
 
 
 class SizeMatch:
-    """The assignment of a narrower type's sizes to a wider type's names, built up size by size.
-
-    Args:
-        narrower: all sizes of the narrower type.
-    """
+    """The assignment of a narrower type's sizes to a wider type's names, built up size by size."""
 
     def __init__(self, narrower: Iterable[DimForm]) -> None:
         self._bounds = all_bounds(narrower)

@@ -113,7 +113,6 @@ class Collective(LinearMap):
     """A collective along the axis of one vmap.
 
     Attributes:
-        level: the vmap.
         axes: the dims that it adds, removes or fills, as dims of one example.
     """
 

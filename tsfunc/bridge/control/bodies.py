@@ -76,11 +76,7 @@ class HiddenVmap(Level, LevelProxy):
 
 
 class HiddenVmaps:
-    """The vmaps that the bodies of one call do not see, and the layout of its operands.
-
-    Attributes:
-        levels: the vmaps, by depth.
-    """
+    """The vmaps that the bodies of one call do not see, and the layout of its operands."""
 
     def __init__(self, levels: Iterable[BatchLevel] = ()) -> None:
         self.levels = {level.depth: level for level in levels}
@@ -137,7 +133,6 @@ class NumberInputs:
     Numbers from outside are inputs, whose names start with ``n``.
 
     Args:
-        level: the level that records the graph.
         outside: returns the node of a number in the other graph, or its value if it is known.
 
     Attributes:

@@ -61,7 +61,6 @@ class ReducedOperator:
     """An operator without the operands and results of another one that are not used.
 
     Attributes:
-        op: the operator.
         operands: the positions of its operands among the other operator's.
         results: the positions of its results among the other operator's.
     """

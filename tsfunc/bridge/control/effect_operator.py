@@ -58,7 +58,6 @@ class Effect:
     Attributes:
         call: the function; takes the plain tensors, and the number of their batch dims.
         checks: True if it has no effect but the errors that it raises.
-        number: its number.
     """
 
     def __init__(

@@ -110,7 +110,6 @@ class _Recorded:
 
     Args:
         level: the level; None for plain tensors, which autograd sees always.
-        grad_mode: the grad mode of the block.
     """
 
     __slots__ = ("_before", "_captured", "_grad_mode", "_level")

@@ -86,9 +86,6 @@ class SavedResults:
 
     A call is identified by its operator, the dtypes and shapes of its tensor arguments, and the
     number of earlier calls with the same operator, dtypes and shapes.
-
-    Args:
-        policy: decides which results are saved.
     """
 
     def __init__(self, policy: Policy) -> None:

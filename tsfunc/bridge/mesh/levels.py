@@ -50,8 +50,6 @@ class MeshLevel(Level):
     """One axis of a mesh, bound to its name.
 
     Attributes:
-        mesh: the mesh.
-        axis_name: the axis.
         batch_size: the number of ranks along the axis.
         check: "calls", "values", None, or "programs", which is the same as "calls" outside of
             programs.

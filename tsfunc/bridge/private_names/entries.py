@@ -26,7 +26,6 @@ class PrivateNames:
 
     Attributes:
         title: the purpose in a few words.
-        names: the dotted names.
         use: how the bridge uses them.
         stand_in: their possible substitute.
         risk: the likelihood that a release removes or changes them.

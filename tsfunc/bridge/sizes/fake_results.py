@@ -207,7 +207,6 @@ class _Result(NamedTuple):
         offset: its storage offset; for a view, relative to the source.
         elements: the number of elements of its own storage, at the sizes of the call.
         symbolic: True if its sizes are symbolic.
-        known: its metadata.
     """
 
     source: int
@@ -323,11 +322,7 @@ class TraceMetadata:
 
 
 class FakeCache:
-    """The cached results of operators on the fake tensors of one trace.
-
-    Args:
-        fake: the mode that computes results.
-    """
+    """The cached results of operators on the fake tensors of one trace."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake

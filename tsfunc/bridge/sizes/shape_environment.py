@@ -148,7 +148,6 @@ class _CachedMethod:
     would fill the memory. Each environment therefore has its own caches.
 
     Args:
-        env: the environment.
         method: torch's cached method: an ``functools.lru_cache``, or a wrapper of one that clears
             the cache when the environment learns more.
     """

@@ -42,8 +42,6 @@ class ShapeProbe:
     """An operator's call at sizes other than those of the trace.
 
     Args:
-        env: the environment of the symbols.
-        call: runs the operator.
         args, kwargs: fake values.
     """
 

@@ -114,7 +114,6 @@ class Symbols:
     """The symbols of one trace.
 
     Args:
-        dims: the named dims that are symbols.
         sizes: the size of each dim in the call, if there is one.
         scalars: numbers among the arguments that stay symbolic, by name. Questions about them
             become conditions of the program instead of needs.

@@ -53,7 +53,6 @@ class GradSlot:
 
     Attributes:
         tracer: the tensor's tracer, which has the current ``.grad``.
-        owner: the tensor.
         before: the tracer of the ``.grad`` that the trace has found; None if there was none.
     """
 
@@ -72,8 +71,6 @@ class BackwardPasses:
     """The backward passes of a trace, and the ``.grad`` of tensors from outside.
 
     Args:
-        level: the trace.
-        read: reads and guards the ``.grad`` of a tensor from outside.
         check: refuses a tensor that a pass can't add a gradient to.
         record: has the function traced again, with autograd recording.
 
@@ -217,9 +214,6 @@ class Lifting(UserCode):
 
     Without the mode, results of such tensors alone would be computed at trace time, and be stale
     once the tensors change.
-
-    Args:
-        level: the level that records the calls.
     """
 
     def __init__(self, level: TraceLevel) -> None:

@@ -19,7 +19,6 @@ class OpaqueValue:
     """The opaque value in place of a value of type ``Any`` while a function is traced.
 
     Args:
-        value: the value.
         text: an expression for the value: ``x``, ``params['w']``, ``Model.scale``.
         remedy: where the type is declared, and how to declare another.
     """

@@ -69,9 +69,6 @@ class RecordedCall(NamedTuple):
     """A call of an operator that has recorded a node.
 
     Attributes:
-        op: the operator.
-        args, kwargs: its arguments, with tracers.
-        node: the node.
         results: the results, as the kernel returns them.
     """
 
@@ -86,7 +83,6 @@ class RepeatedCall(NamedTuple):
     """How an equal call is recorded.
 
     Attributes:
-        op: the operator.
         args, kwargs: its arguments, with an `_Operand` for each tensor.
         positions: the positions of these tensors among the call's.
         results: the metadata of its results.
@@ -105,10 +101,8 @@ class RepeatedCalls:
     """The calls of one trace: NOTE [repeated calls].
 
     Args:
-        level: the level of the trace.
         bodies: the levels of the bodies of control flow that are being traced.
         results: the cache of the level's results.
-        tracer: the class of its tracers.
         record: records a call of an operator on nodes (``record_on_nodes``), under the level's
             guard.
     """

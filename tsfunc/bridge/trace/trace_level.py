@@ -88,7 +88,6 @@ class TraceLevel(TracerLevel):
         graph: the torch.fx graph so far.
         symbols: the symbolic numbers of the trace.
         fake: the mode that computes results.
-        results: the cache of results.
         repeated: the calls that may be repeated.
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.

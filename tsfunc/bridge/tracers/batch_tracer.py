@@ -41,7 +41,6 @@ class BatchLevel(TracerLevel):
     """The level of an active vmap.
 
     Attributes:
-        batch_size: the number of examples.
         randomness: the randomness mode of random operators.
         strict: True if no operator may be looped over, in this and in inner levels.
         axis_name: the name of the axis for collectives.

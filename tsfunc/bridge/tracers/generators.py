@@ -72,11 +72,7 @@ class GeneratorStates:
 
 
 class NoGeneratorStates(GeneratorStates):
-    """Stands for the states where they can't be restored, as in a trace: a draw is an error.
-
-    Args:
-        message: the text of the error.
-    """
+    """Stands for the states where they can't be restored, as in a trace: a draw is an error."""
 
     def __init__(self, message: str) -> None:
         super().__init__()

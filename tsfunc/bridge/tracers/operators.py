@@ -420,7 +420,6 @@ class OperatorArgument(NamedTuple):
     """One argument of an operator.
 
     Attributes:
-        name: the keyword.
         type: the type in the schema: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
         aliased: True if a result may share its memory.
         written: True if the operator writes to it.

@@ -60,7 +60,6 @@ class Form:
     """The conversion of a function's calls with certain argument types to a schema's arguments.
 
     Attributes:
-        op: the operator.
         result: the class of a named tuple of results.
         places: for each argument of the schema, the position of its value among the call's
             arguments and the values of its keyword arguments, or -1 for the default.

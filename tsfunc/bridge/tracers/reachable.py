@@ -67,10 +67,8 @@ class ModuleEntry:
     """A parameter or buffer of a module.
 
     Attributes:
-        module: the module.
         kind: the attribute of the module that has the entry: "_parameters" or "_buffers".
         name: the name of the parameter or buffer.
-        tensor: the parameter or buffer.
     """
 
     module: torch.nn.Module
@@ -85,7 +83,6 @@ class Reachable:
     The order of the results depends on the code and the objects alone.
 
     Args:
-        roots: the objects.
         only_named: if True, only attributes that code names are followed, and no tensor is.
 
     Attributes:

@@ -83,7 +83,6 @@ class _Recorder(TorchDispatchMode):
 
     Attributes:
         nested: True if values are tracers of outer levels.
-        steps: the calls.
         given: the storages of the tensors among the arguments, without the first one if the rule
             may write to it.
         known: the identities of all tensors that a recorded call may take.

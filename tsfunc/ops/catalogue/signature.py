@@ -53,7 +53,6 @@ class OperatorSignature:
         arguments: the arguments in the schema's order.
         returns: the types of the results.
         tags: torch's tags (``pointwise``, ``nondeterministic_seeded``), without their prefix.
-        call: calls the operator.
     """
 
     name: str

@@ -49,9 +49,7 @@ class Target:
     """A function that is specialized.
 
     Attributes:
-        func: the function.
         name: its name in errors and programs.
-        signature: its parameters.
         contracts: the sets of descriptors that a call may satisfy, narrower ones first.
         closure: the treatment of values that it reads beyond its arguments: NOTE [closures].
         backend: compiles its programs; None: they run as Python.
@@ -238,7 +236,6 @@ class CachedProgram:
     """A program and the calls that it may serve.
 
     Attributes:
-        program: the program.
         tree: the structure of the arguments.
         accepts: the guard: a function of the flattened arguments that returns the values the
             program runs on after these, or None if it may not serve the call.
@@ -369,7 +366,6 @@ class Cache:
     sees a consistent state.
 
     Args:
-        limit: the maximum number of entries.
         auto_widen: whether sizes that vary become named dims, and numbers that vary inputs:
             NOTE [automatic dynamic sizes].
 

@@ -88,7 +88,6 @@ class CacheMiss:
         target: the function that is called.
         arguments: positional and keyword arguments.
         flat: the flattened arguments.
-        tree: their structure.
 
     Raises:
         DescriptorViolation: the call breaks all contracts.

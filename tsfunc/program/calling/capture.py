@@ -114,7 +114,6 @@ class TraceRequest:
         name: the name of the function in the program, and in errors about its descriptors.
         func: the function; it is called with the (args, kwargs) that ``tree`` unflattens to.
         flat: the flattened arguments; all but tensors and ``scalars`` become constants.
-        tree: their structure.
         inputs: the tensors among them.
         named_dims: the named dims that stay symbolic.
         scalars: the numbers among the arguments that are inputs.

@@ -68,7 +68,6 @@ class NodeFunction:
     """The value of a node of a graph, as a function of the tensors that it depends on.
 
     Args:
-        node: the node.
         nodes: the nodes that lead to it, in order.
         roots: those among them that are closed-over tensors.
     """

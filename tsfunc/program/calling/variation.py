@@ -276,11 +276,8 @@ class Variation:
     """The values of a call that may vary.
 
     Args:
-        call: the call.
         cache: the programs of the function, and the facts of the calls that they were made for.
         inputs: the tensors among the arguments.
-        named_dims: the named dims.
-        facts: the facts of the call.
     """
 
     def __init__(

@@ -176,7 +176,6 @@ class KeysAre(SourceGuard):
     """The keys of a dict and their order; 1 and 1.0 are equal but different keys.
 
     Attributes:
-        keys: the keys.
         plain: whether the value is one of Python's own dicts, which are false if they are empty.
     """
 
@@ -340,8 +339,6 @@ class NumberInput(SourceGuard):
     """A number that is an input of the program: its type, and that a symbol can have the value.
 
     Attributes:
-        variable: its variable in conditions.
-        kind: its type.
         value: its value in the traced call.
         admits: returns True for the values that a symbol can have.
     """
@@ -445,7 +442,6 @@ class ClosureGuards:
     """The guards on what a trace has read, in the order of the reads.
 
     Attributes:
-        guards: the guards.
         inputs: the values that the program is called with after the arguments, by their sources.
     """
 

@@ -59,7 +59,6 @@ class FreeVariables:
     """Adds the reads of a function from outside to the guards and watched objects of a trace.
 
     Args:
-        instances: the watched objects of the trace.
         every: whether variables that are only changed are included: NOTE [counters] in
             ``code_reads.py``.
     """

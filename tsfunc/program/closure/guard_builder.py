@@ -88,7 +88,6 @@ class InputNumber(NamedTuple):
 
     Attributes:
         name: its name in the program.
-        source: its source.
         variable: its variable in the generated guard.
         value: its value in the traced call.
         position: its index among the values that the program is called with after the arguments.

@@ -336,7 +336,6 @@ class GuardCode:
     """The Python of some guards, while it is generated.
 
     Attributes:
-        named_dims: the named dims.
         count: the number of flattened arguments.
         prefix: the beginning of the names of objects.
         scope: the objects that the code refers to by name.
@@ -479,11 +478,7 @@ class GuardTexts(tuple[str, ...]):
 
 
 class Guards(tuple[Guard, ...]):
-    """The guards of a program; printed, one line for each fact in the user's names.
-
-    Attributes:
-        texts: these lines.
-    """
+    """The guards of a program; printed, one line for each fact in the user's names."""
 
     texts: GuardTexts = GuardTexts()
 

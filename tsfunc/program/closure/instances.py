@@ -355,7 +355,6 @@ class ClosureGradients:
     """The ``.grad`` of closed-over tensors, for one trace.
 
     Args:
-        level: the trace.
         instances: the objects that it watches.
         read_at: called with the user's spelling of each ``.grad`` that is read.
         record: has the function traced again, with autograd recording.

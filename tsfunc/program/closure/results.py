@@ -268,7 +268,6 @@ class ConstructedObject:
     """An object that a program makes from its elements (for a container) and attributes.
 
     Attributes:
-        kind: its class.
         keys: the keys of its elements: the keys of a mapping, the indices of another container.
         names: the names of its attributes.
         children: the elements, then the attributes.

@@ -268,11 +268,7 @@ _State = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class TracedGenerators:
-    """The generators that a traced function may draw from, and their states before the trace.
-
-    Args:
-        label: the name of the trace in errors.
-    """
+    """The generators that a traced function may draw from, and their states before the trace."""
 
     def __init__(self, label: str) -> None:
         self._label = label

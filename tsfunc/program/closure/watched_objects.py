@@ -39,8 +39,6 @@ class WatchedObject:
     """A watched object: its contents when it was first met, and the reads of it.
 
     Args:
-        value: the object.
-        source: the source of the object.
         builder: the guards of the values that the trace has read.
         paused: returns a context in which reads are not reads of the traced function.
         on_method: called with the methods that the function uses.

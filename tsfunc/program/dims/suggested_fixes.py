@@ -38,7 +38,6 @@ class Solution:
 
     Attributes:
         name: the name of the dim.
-        value: the expression.
         others: dims in the expression that have new bounds, or that are new.
         sizes: the sizes of the new dims in the call.
     """

@@ -72,10 +72,6 @@ class Archive:
 
     Args:
         file: the file; its position is moved.
-        label: the name of the file in errors.
-
-    Attributes:
-        head: the manifest.
     """
 
     def __init__(self, file: BinaryIO, label: str) -> None:

@@ -37,8 +37,6 @@ class CalleeGraph:
     """One of the graphs of a function.
 
     Attributes:
-        name: its name.
-        graph: its operators.
         inputs: for each input of the graph, the index of a value that the part is called with.
         lifted: the closed-over tensors that it reads.
         dims: the named dims of its inputs in its trace.
@@ -74,7 +72,6 @@ class PartType:
     """The values that a part takes and returns.
 
     Attributes:
-        takes: their kinds.
         returns: the number of its results.
         more: whether there may be further results, which other parts take.
         zeros: whether a result may be None, which stands for zeros.
@@ -94,7 +91,6 @@ class TracedCallee:
         part_names: the attributes that are its parts; the first computes the function itself.
         optional: the parts that may be None.
         index_names: the attributes that are lists of indices.
-        name: its name.
         tensors: the number of tensors that it takes.
         numbers: the number of numbers that it takes after the tensors.
         results: the number of tensors that it returns.
@@ -155,7 +151,6 @@ class CalleeWriter:
     """The functions that a program calls, each once.
 
     Args:
-        named_dims: the named dims.
         encode: writes a part.
         sizes: the sizes of the named dims in the call that was traced.
         described: the descriptors of the program, by parameter, for errors.

@@ -81,7 +81,6 @@ class DecodeGraph:
 
     Attributes:
         graph: reads the graph of a body.
-        device: reads a device.
         made_with: the torch version of the file, for errors.
         callees: the functions that the program calls.
     """
@@ -100,7 +99,6 @@ class ControlKind:
     """A kind of control flow.
 
     Attributes:
-        name: its name in files.
         cls: the class of its operators.
         encode: returns the JSON fields of an operator, its bodies included.
         decode: makes an operator from its JSON, its name, a reader of the graphs of bodies, and
@@ -342,9 +340,7 @@ class GraphReader:
     """Reads one graph.
 
     Args:
-        tensors: the tensors of the file.
         device: replaces every device of the file, if it is given.
-        types: reads the types of values.
         made_with: the torch version of the file, for errors.
         callees: the functions that the program calls.
         is_body: whether the graph is a body of control flow.

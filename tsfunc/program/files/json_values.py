@@ -51,7 +51,6 @@ class NoFileForm(Exception):
     """A value that a file can't hold.
 
     Args:
-        description: the value, in words.
         why: the rest of the message; if it is empty, a list of the values that files can hold.
     """
 

@@ -240,7 +240,6 @@ class NodeTypes:
 
     Args:
         symbols: has the named dims.
-        values: reads devices.
     """
 
     def __init__(self, symbols: Symbols, values: ValueReader) -> None:

@@ -166,7 +166,6 @@ class CellState:
 
     Attributes:
         names: the user's spelling of the target that each cell replaces.
-        values: their current values.
     """
 
     def __init__(self, names: Sequence[str] = (), values: Sequence[Any] = ()) -> None:
@@ -196,9 +195,7 @@ class ProgramState:
 
     Args:
         field: the JSON of the program's state, if it has any.
-        state: the cells.
         results: the number of results of the graph beyond those of the function.
-        values: reads values.
 
     Attributes:
         closure_guards: the guards on the cells; they return the values that the program reads.

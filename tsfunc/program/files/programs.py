@@ -113,7 +113,6 @@ class CallSpecReader:
     """Reads the descriptions of calls.
 
     Args:
-        context: the context of the file.
         keyword_order: whether the function sees the order of its keyword arguments.
     """
 

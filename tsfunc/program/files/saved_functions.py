@@ -71,9 +71,6 @@ class SavedFunction:
     """The parts of a function that a file has.
 
     Attributes:
-        name: its name.
-        signature: its parameters.
-        descriptors: its sets of descriptors.
         limit: the maximum number of programs.
         answers: its programs and the calls that they serve, the last used first.
         made_with: the torch version that it was made with.

@@ -154,7 +154,6 @@ class TensorReader:
     """Makes the tensors of a file, each once.
 
     Args:
-        records: the records of the tensors.
         data: the safetensors entry.
         where: the name of the entry in errors.
         values: reads devices.

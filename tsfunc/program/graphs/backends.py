@@ -101,7 +101,6 @@ class Compiled:
 
     Args:
         program: a traced program with its ``call_spec``; it also runs as Python if necessary.
-        backend: compiles the graph.
         name: the user's name of the backend, for errors.
         values: the values that the program is about to run on.
         now: False if the first call of the program compiles it.

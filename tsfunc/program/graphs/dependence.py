@@ -64,7 +64,6 @@ class _Value:
     """A value of the graph for some inputs.
 
     Attributes:
-        value: the value.
         pattern: the pairs of its dependence; None for a value without a derivative.
         varies: whether it depends on the inputs.
     """

@@ -66,10 +66,8 @@ class _Stored(NamedTuple):
     """The results of the first part, and what they were computed from.
 
     Attributes:
-        tensors: the kept tensors.
         memories: tensors with their memory, which stays allocated if a kept tensor gets another.
         counts: their counts of writes and addresses.
-        results: the results.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -82,9 +80,7 @@ class Hoisted:
     """The ``run`` of a program that does the work on kept tensors once: NOTE [hoisted work].
 
     Args:
-        program: the program.
         kept: the indices, among the values that it is called with, of those that are kept.
-        count: the number of these values.
         compile: returns the ``run`` of a program for calls with such values.
     """
 

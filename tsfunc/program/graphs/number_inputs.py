@@ -36,11 +36,7 @@ _Origins = dict[torch.fx.Node, frozenset[torch.fx.Node]]
 
 
 class NumbersRefused(Exception):
-    """Internal: a compiler can't take some of a program's numbers as inputs.
-
-    Args:
-        names: the names of these inputs.
-    """
+    """Internal: a compiler can't take some of a program's numbers as inputs."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

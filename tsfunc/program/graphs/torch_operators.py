@@ -241,8 +241,6 @@ class Writer:
     """Writes operators into the graph of a module, and their bodies as its submodules.
 
     Attributes:
-        root: the module.
-        graph: its graph.
         exact: see :func:`in_torch_operators`.
         in_block: True in a body, whose nodes do not say if autograd records them.
     """

@@ -55,7 +55,6 @@ class CallSpec:
         leaves: the flattened arguments, with None in place of a tensor, and `WatchedPlaceholder` in
             place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
-        named_dims: the named dims.
         settings: torch's settings.
         keyword_order: whether the function sees the order of the keyword arguments.
         scalars: the numbers among the arguments that are inputs, and may vary.

@@ -64,8 +64,6 @@ class ArgumentReader(NamedTuple):
     """The parts of a file that the guards on its arguments refer to.
 
     Attributes:
-        values: reads values.
-        named_dims: the named dims.
         fake: the mode in which the tensors of the file are made.
         names: the names of dims and of the numbers read so far.
     """

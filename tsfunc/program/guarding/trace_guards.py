@@ -33,7 +33,6 @@ class DescribedArguments(NamedTuple):
     """The arguments of a call in a file, to which its guards refer.
 
     Attributes:
-        named_dims: the named dims.
         scalars: the numbers that are inputs.
         tensors: the positions of the tensors.
     """

@@ -105,7 +105,6 @@ class Aliases:
     value records it (``replace``), so that the next pass can use the same sets.
 
     Args:
-        graph: the graph.
         sharing: yields the arguments of a call whose memory its results may share, as `aliased`.
     """
 

@@ -101,7 +101,6 @@ class SubsetGroup:
 
     Attributes:
         label: the name of the control flow in errors.
-        level: the level.
     """
 
     def __init__(self, label: str, level: BatchLevel) -> None:

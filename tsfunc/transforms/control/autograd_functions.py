@@ -77,7 +77,6 @@ class PythonCallee:
     Arguments other than tensors and symbolic sizes are static.
 
     Attributes:
-        function: the class.
         leaves: the flattened arguments, None for tensors and sizes.
         tree: the structure of the arguments.
         positions: the positions of the tensors among the leaves.
@@ -136,7 +135,6 @@ class FunctionCall(ExpandedOperator):
     The effects of the function are unknown, so calls are neither merged nor removed.
 
     Attributes:
-        callee: the function.
         maps: the vmaps around the call, the innermost first.
         written: the positions of tensors that are marked dirty. A call in a program writes to
             copies of these, which it returns, and the program copies them back to the originals.

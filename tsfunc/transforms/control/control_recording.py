@@ -136,7 +136,6 @@ class Carry:
     each step returns it unchanged.
 
     Attributes:
-        leaves: the first carry, flat.
         spec: the structure of the carry.
         numbers: the leaves that are numbers, by position.
     """

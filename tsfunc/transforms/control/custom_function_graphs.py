@@ -45,13 +45,11 @@ class Tracing:
     """Tracer of the parts of one function.
 
     Args:
-        callee: the function.
         named_dims: the named dims of the program that calls the function.
         sizes: the sizes of these dims in the call that was traced.
         described: the descriptors of the program by parameter, for error messages.
 
     Attributes:
-        callee: the function.
         name: the name of the function in error messages.
         operands: the types of the function's inputs.
         names: the named dims of the part that is being traced.

@@ -53,7 +53,6 @@ class PhysicalBatch:
     Attributes:
         operands: the tensors, batched ones with the batch dim first; and numbers.
         batched: for each operand, True if it is batched.
-        size: the number of examples.
         index: their positions in the group that they were selected from; None for a whole batch.
         numbers: their positions in the whole batch; None for a whole batch.
     """
