@@ -179,6 +179,25 @@ def test_writes_by_a_mask(write: Callable[..., None]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def _one(write: Callable[[Any, Any, Any], None]) -> Callable[[Any], Any]:
+    def f(x: Any) -> Any:
+        x = x.clone()
+        write(x, x > 0, x.exp())
+        return x
+
+    return f
+
+
+@pytest.mark.parametrize("write", [_add, _multiply, _clamp, _running, _computed_again])
+def test_writes_by_a_mask_of_one_element(write: Callable[..., None]) -> None:
+    """Examples without dims, as in ``vmap`` of a function of one number."""
+    f = _one(write)
+    x = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(tsfunc.vmap(f)(x), stacked(f, x))
+    gradients = stacked(lambda x: torch.autograd.functional.jacobian(f, x), x)
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(x), gradients)
+
+
 @pytest.mark.parametrize("name", READS)
 def test_operations_that_need_no_size(name: str) -> None:
     batches, f = given(), READS[name]

@@ -47,7 +47,7 @@ def write_by_mask(
         value = spread(value, mask, right).to(x.dtype)
     elif isinstance(value, torch.Tensor):
         value = _expanded_to_mask(value.to(x.dtype), mask, value.dim() - right - 1)
-    mask = mask.reshape(*mask.shape, *[1] * right)
+    mask = mask.reshape((*mask.shape, *[1] * right))
     if accumulate:
         view.add_(torch.where(mask, value, 0))
     else:
@@ -75,7 +75,7 @@ def _expanded_to_mask(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torc
         value = value.index_select(dim, order.clamp(0, max(count, 1) - 1))
         spread: torch.Tensor = value.unflatten(dim, mask.shape)
         return spread
-    return value.reshape(*value.shape[:dim], *[1] * mask.dim(), *value.shape[dim + 1 :])
+    return value.reshape((*value.shape[:dim], *[1] * mask.dim(), *value.shape[dim + 1 :]))
 
 
 def _index_put(
