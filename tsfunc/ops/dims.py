@@ -86,6 +86,29 @@ def batches_first(
     return [expand_to_front(x, bdim, size) for x, bdim in zip(tensors, bdims, strict=True)]
 
 
+def aligned_batches(
+    tensors: Sequence[Tensor],
+    bdims: Sequence[int | None],
+    ranks: Sequence[int],
+    size: int | None = None,
+) -> list[Tensor]:
+    """Return tensors with the batch dim first and as many leading logical dims.
+
+    Args:
+        ranks: the logical dims of each tensor that are not leading ones: those of a matrix.
+        size: the number of examples; without it an unbatched tensor gets a batch dim of size 1.
+    """
+    lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
+    return [
+        unit_dims(
+            broadcast_to_front(x, bdim) if size is None else expand_to_front(x, bdim, size),
+            1,
+            lead + r - logical_rank(x, bdim),
+        )
+        for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
+    ]
+
+
 def flat_by_example(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
     """Return the values of all examples in one dim, one example after the other; None for None."""
     return None if x is None else expand_to_front(x, bdim, size).flatten()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    aligned_batches,
     batch_to_front,
     expand_to_front,
     logical_rank,
     physical_dim,
-    unit_dims,
     with_defaults,
 )
 from tsfunc.ops.refusal import raise_as_one_example, ranks_at_least
@@ -22,11 +22,7 @@ from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 def _aligned(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors with the batch dim first and equal ranks."""
-    top = max(logical_rank(x, bdim) for x, bdim in zip(tensors, bdims, strict=True))
-    return [
-        unit_dims(expand_to_front(x, bdim, level.batch_size), 1, top - logical_rank(x, bdim))
-        for x, bdim in zip(tensors, bdims, strict=True)
-    ]
+    return aligned_batches(tensors, bdims, [0] * len(tensors), level.batch_size)
 
 
 @row("aten::_cdist_forward", "aten::cdist")

@@ -7,7 +7,7 @@ become columns of one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     NoExamples,
+    aligned_batches,
     batch_to_front,
     broadcast_to_front,
     expand_to_front,
     logical_rank,
-    unit_dims,
     with_defaults,
 )
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
@@ -80,20 +80,6 @@ def determinant(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
     return op(x), 0
 
 
-def _broadcasting(
-    bdims: BatchDims, tensors: Sequence[Tensor], ranks: Sequence[int]
-) -> list[Tensor]:
-    """Like ``_broadcast_batches``, for kernels that broadcast.
-
-    Unbatched tensors get a dim of size 1.
-    """
-    lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
-    return [
-        unit_dims(broadcast_to_front(x, bdim), 1, lead + r - logical_rank(x, bdim))
-        for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
-    ]
-
-
 _RANK = torch.ops.aten.linalg_matrix_rank.atol_rtol_tensor
 _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.atol_rtol_tensor")
 
@@ -104,9 +90,9 @@ def with_tolerances(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwa
     if not ranks_at_least(bdims, args, 2):
         return raise_as_one_example(op, bdims, args, kwargs)
     names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
-    x, *tolerances = _broadcasting(
-        [bdims[0], *(keyword_bdim(bdims, args, name) for name in names)],
+    x, *tolerances = aligned_batches(
         [args[0], *(kwargs[name] for name in names)],
+        [bdims[0], *(keyword_bdim(bdims, args, name) for name in names)],
         [2] + [0] * len(names),
     )
     kwargs = {**kwargs, **dict(zip(names, tolerances, strict=True))}
@@ -148,17 +134,6 @@ def matrix_exp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     return op(x.flatten(0, -3)).unflatten(0, x.shape[:-2]), 0
 
 
-def _broadcast_batches(
-    level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor], ranks: Sequence[int]
-) -> list[Tensor]:
-    """Move each tensor's batch dim first; ``ranks`` are the ranks of a single matrix or vector."""
-    lead = max(logical_rank(x, bdim) - r for x, bdim, r in zip(tensors, bdims, ranks, strict=True))
-    return [
-        unit_dims(expand_to_front(x, bdim, level.batch_size), 1, lead + r - logical_rank(x, bdim))
-        for x, bdim, r in zip(tensors, bdims, ranks, strict=True)
-    ]
-
-
 def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
     """Return the rule of a function of several matrices with the same leading dims.
 
@@ -169,7 +144,7 @@ def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
         count = len(ranks)
         if not ranks_at_least(bdims, args[:count], *ranks):
             return raise_as_one_example(op, bdims, args, kwargs)
-        tensors = _broadcast_batches(level, bdims[:count], args[:count], ranks)
+        tensors = aligned_batches(args[:count], bdims[:count], ranks, level.batch_size)
         leads = {
             tuple(_shape(x, bdim)[:-r]) for x, bdim, r in zip(args, bdims, ranks, strict=False)
         }
@@ -266,7 +241,7 @@ def solve(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
             if isinstance(outs, Tensor)
             else ((out, *outs[1:]), (bdim, None, None, None))
         )
-    a, b = _broadcast_batches(level, (bdims[0], q), (a, b), (2, 2))
+    a, b = aligned_batches((a, b), (bdims[0], q), (2, 2), level.batch_size)
     outs = op(a, b, **kwargs)
     if isinstance(outs, Tensor):
         return outs.squeeze(-1) if vector else outs, 0
@@ -288,7 +263,7 @@ def solve_triangular(
         left = kwargs.get("left", True)
         _, out, bdim = _as_columns(lambda wide: op(a, wide, **kwargs), b, bdims[1], left)
         return out, bdim
-    return op(*_broadcast_batches(level, bdims, args, (2, 2)), **kwargs), 0
+    return op(*aligned_batches(args, bdims, (2, 2), level.batch_size), **kwargs), 0
 
 
 @row("aten::cholesky_solve", "aten::triangular_solve")
@@ -302,7 +277,7 @@ def solve_factored(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
         return (out, bdim) if outs is None or isinstance(outs, Tensor) else (
             (out, outs[1]), (bdim, None)
         )  # fmt: skip
-    return op(*_broadcast_batches(level, bdims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
+    return op(*aligned_batches((b, a), bdims[:2], (2, 2), level.batch_size), *rest, **kwargs), 0
 
 
 @row("aten::linalg_lu_solve")
@@ -320,7 +295,7 @@ def lu_solve(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
         left = kwargs.get("left", True)
         _, out, bdim = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, bdims[2], left)
         return out, bdim
-    lu, pivots, b = _broadcast_batches(level, bdims, args, (2, 1, 2))
+    lu, pivots, b = aligned_batches(args, bdims, (2, 1, 2), level.batch_size)
     return op(lu, pivots, b, **kwargs), 0
 
 

@@ -12,6 +12,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import CustomRuleError
 from tsfunc.testing.laws import inner, same
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -94,10 +95,7 @@ def _check(
         return
 
     def of_chosen(*values: Any, leaves: Sequence[Any] = leaves) -> tuple[torch.Tensor, ...]:
-        every = list(leaves)
-        for i, value in zip(wrt, values, strict=True):
-            every[i] = value
-        flat = pytrees.leaves_of(of_leaves(*every))
+        flat = pytrees.leaves_of(of_leaves(*with_replaced(leaves, wrt, values)))
         return tuple(x for x in flat if isinstance(x, torch.Tensor) and differentiable(x))
 
     primals = [leaves[i] for i in wrt]

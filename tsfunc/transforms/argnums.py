@@ -66,13 +66,8 @@ def select_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
 
 def replace_selected(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
     """Return the arguments with those that ``argnums`` names replaced."""
-    replaced = list(args)
-    if isinstance(argnums, int):
-        replaced[argnums] = new
-    else:
-        for argnum, value in zip(argnums, new, strict=True):
-            replaced[argnum] = value
-    return tuple(replaced)
+    positions, values = ((argnums,), (new,)) if isinstance(argnums, int) else (argnums, new)
+    return tuple(with_replaced(args, positions, values))
 
 
 def with_replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.argnums import like
+from tsfunc.transforms.argnums import like, with_replaced
 from tsfunc.transforms.custom_rules import (
     Result,
     Rule,
@@ -179,10 +179,7 @@ class _Vjp(RuleFunction):
                 # Under create_graph, the residuals must be functions of the arguments.
                 _, residuals = call.rule.forward(call, fixed, rest)
             else:
-                leaves = list(ctx.rest)
-                for i, value in zip(ctx.at, kept, strict=True):
-                    leaves[i] = value
-                residuals = pytrees.unflatten(ctx.tree, leaves)
+                residuals = pytrees.unflatten(ctx.tree, with_replaced(ctx.rest, ctx.at, kept))
             pulled = pulled_by_rule(call, fixed, rest, residuals, cotangents, operands)
         return (None, None, *pulled, *RuleFunction.others(call, operands, ctx.depends))
 
@@ -208,9 +205,7 @@ def _pushed(
     zeros = [x.zero() for x in call.results]
 
     def pull(*cotangents: Any) -> tuple[Any, ...]:
-        given = list(zeros)
-        for i, cotangent in zip(of, cotangents, strict=True):
-            given[i] = cotangent
+        given = with_replaced(zeros, of, cotangents)
         pulled = pulled_by_rule(call, fixed, rest, residuals, given, operands)
         return tuple(torch.zeros_like(operands[i]) if pulled[i] is None else pulled[i]
                      for i in by)  # fmt: skip

@@ -11,7 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.transforms.argnums import flatten_output, flatten_tensors, split_aux
+from tsfunc.transforms.argnums import flatten_output, flatten_tensors, split_aux, with_replaced
 from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"
@@ -85,10 +85,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     differentiable = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
 
     def pull_differentiable(*cotangents: torch.Tensor) -> Any:
-        every = list(zeros)
-        for i, cotangent in zip(differentiable, cotangents, strict=True):
-            every[i] = cotangent
-        return recorded.pull(every, retain=True)
+        return recorded.pull(with_replaced(zeros, differentiable, cotangents), retain=True)
 
     _, push = vjp(pull_differentiable, *[zeros[i] for i in differentiable])
 

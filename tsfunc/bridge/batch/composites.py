@@ -10,9 +10,8 @@ examples at once.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.function_registry import FunctionRules
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.ops.dims import wrap_dim
@@ -32,32 +31,7 @@ from tsfunc.ops.refusal import require
 function_rules: Final = FunctionRules()
 
 
-def _instead(
-    *functions: Callable[..., Any],
-    numbers: bool = False,
-    leaves: Callable[[Sequence[Any]], bool] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a replacement of ``functions`` on tracers.
-
-    A replacement that returns NotImplemented leaves the call to torch.
-
-    Args:
-        numbers: True if it serves only calls in which a tensor stands for a number.
-        leaves: True for kinds of arguments for which it always returns NotImplemented.
-    """
-
-    def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(mine)
-        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            return mine(*args, **kwargs)
-
-        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers, leaves=leaves)
-        return mine
-
-    return declare
-
-
-@_instead(torch.narrow, Tensor.narrow, numbers=True)
+@function_rules.replace(torch.narrow, Tensor.narrow, numbers=True)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     """``narrow`` with a start for each example (NOTE [gathered views])."""
     if not isinstance(start, Tracer):
@@ -76,7 +50,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     return gather(x, dim, positions)
 
 
-@_instead(F.affine_grid, torch.affine_grid_generator)
+@function_rules.replace(F.affine_grid, torch.affine_grid_generator)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
     """Compute the grid for traced sizes: the derivative of torch's operator takes numbers only."""
     if not any(isinstance(each, torch.SymInt) for each in size):
@@ -105,7 +79,7 @@ def _grid_points(size: Any, align_corners: bool, like: Tensor) -> Tensor:
     return out
 
 
-@_instead(torch.vander)
+@function_rules.replace(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     """Take the powers from ``linalg.vander``; the C++ code writes them into an untraced tensor."""
     if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
@@ -114,7 +88,7 @@ def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     return out if increasing else out.flip(-1)
 
 
-@_instead(torch.linalg.vander)
+@function_rules.replace(torch.linalg.vander)
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     if not isinstance(x, Tracer) or not x.dim() or not x.dispatch_level.autograd:
         return NotImplemented
@@ -125,7 +99,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
 
 
-@_instead(torch._sparse_sum)
+@function_rules.replace(torch._sparse_sum)
 def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     """Sum all elements over dims; the C++ code sums stored values, whose number may differ."""
     if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
@@ -135,7 +109,7 @@ def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     return torch._sparse_sum(x, list(range(x.dim())))
 
 
-@_instead(torch.istft, Tensor.istft)
+@function_rules.replace(torch.istft, Tensor.istft)
 def _istft(*args: Any, **kwargs: Any) -> Any:
     """Call the Python decomposition; the C++ code reads the windows' values to check them."""
     level = innermost_level((*args, *kwargs.values()))
@@ -144,7 +118,7 @@ def _istft(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten.istft.default.decompose(*args, **kwargs)
 
 
-@_instead(torch.index_fill, Tensor.index_fill)
+@function_rules.replace(torch.index_fill, Tensor.index_fill)
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """``index_fill`` with a tensor as the value.
 
@@ -155,7 +129,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
 
 
-@_instead(Tensor.index_fill_)
+@function_rules.replace(Tensor.index_fill_)
 def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
@@ -185,7 +159,7 @@ def _is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
 
 
-@_instead(torch.cov, Tensor.cov)
+@function_rules.replace(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,
     *,
@@ -229,7 +203,7 @@ def _cov(
     return (products / degrees.clamp(min=0)).squeeze()
 
 
-@_instead(torch.gradient)
+@function_rules.replace(torch.gradient)
 def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
     """``gradient`` with coordinate tensors, by the formulas of ``numpy.gradient``."""
     if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
@@ -282,7 +256,7 @@ def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor
     return torch.cat([first, inside, last], dim)
 
 
-@_instead(F.gaussian_nll_loss)
+@function_rules.replace(F.gaussian_nll_loss)
 def _gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -322,7 +296,7 @@ def _has_no_numbers(kinds: Sequence[Any]) -> bool:
     return not any(kind is int or kind is float for kind in kinds)
 
 
-@_instead(F.scaled_dot_product_attention, leaves=_has_no_numbers)  # without dropout
+@function_rules.replace(F.scaled_dot_product_attention, leaves=_has_no_numbers)  # without dropout
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -362,7 +336,7 @@ def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *re
     return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
 
 
-@_instead(F.linear_cross_entropy)
+@function_rules.replace(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """Compute the loss without chunks; torch's chunked operator is opaque to the tracers."""
     if options is None:
@@ -370,7 +344,7 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any
     return F.linear_cross_entropy(*args, **kwargs)
 
 
-@_instead(torch.histogramdd)
+@function_rules.replace(torch.histogramdd)
 def _histogramdd(
     x: Tensor, bins: Any, range: Any = None, weight: Tensor | None = None, density: bool = False
 ) -> Any:
@@ -385,7 +359,7 @@ def _histogramdd(
     return torch.return_types.histogramdd((counts, tuple(edges)))
 
 
-@_instead(torch.bernoulli, Tensor.bernoulli)
+@function_rules.replace(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Count ``x`` as a tensor of probabilities even if ``p`` is a number, as torch.func does."""
     if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
@@ -393,7 +367,7 @@ def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-@_instead(Tensor.resize_as_)
+@function_rules.replace(Tensor.resize_as_)
 def _resize_as(
     x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
@@ -414,7 +388,7 @@ DECOMPOSITIONS["aten::resize_as_"] = _resize_as
 DECOMPOSITIONS["aten::ctc_loss.IntList"] = _ctc_loss
 
 
-@_instead(Tensor.coalesce)
+@function_rules.replace(Tensor.coalesce)
 def _coalesce(x: Tensor) -> Any:
     """Coalesce the values of all examples at once.
 

@@ -8,34 +8,15 @@ sizes. Without autograd a composite operator reaches the trace whole, and needs 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.function_registry import FunctionRules
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 
 function_rules: Final = FunctionRules()
-
-
-def _for_symbolic_sizes(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare a replacement for tracers with symbolic sizes at a level that records autograd.
-
-    One that returns NotImplemented leaves the call to torch.
-    """
-
-    def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(mine)
-        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            serves = needs_plain_sizes(*args, *kwargs.values())
-            return mine(*args, **kwargs) if serves else NotImplemented
-
-        function_rules.add(Stage.METHOD, method, *functions)
-        return mine
-
-    return declare
 
 
 def needs_plain_sizes(*values: Any) -> bool:
@@ -52,7 +33,7 @@ def needs_plain_sizes(*values: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
-@_for_symbolic_sizes(torch.corrcoef, Tensor.corrcoef)
+@function_rules.replace(torch.corrcoef, Tensor.corrcoef, serves=needs_plain_sizes)
 def _corrcoef(input: Tensor) -> Any:
     if input.dim() > 2:
         return NotImplemented
@@ -66,7 +47,7 @@ def _corrcoef(input: Tensor) -> Any:
     return matrix.clamp(-1, 1)
 
 
-@_for_symbolic_sizes(torch.kron, Tensor.kron)
+@function_rules.replace(torch.kron, Tensor.kron, serves=needs_plain_sizes)
 def _kron(input: Tensor, other: Tensor) -> Any:
     rank = max(input.dim(), other.dim())
     left = input.reshape(*[1] * (rank - input.dim()), *input.shape)
@@ -77,7 +58,7 @@ def _kron(input: Tensor, other: Tensor) -> Any:
     return (left * right).reshape(sizes)
 
 
-@_for_symbolic_sizes(torch.block_diag)
+@function_rules.replace(torch.block_diag, serves=needs_plain_sizes)
 def _block_diag(*tensors: Tensor) -> Any:
     if any(x.dim() > 2 for x in tensors):
         return NotImplemented
@@ -91,7 +72,7 @@ def _block_diag(*tensors: Tensor) -> Any:
     return torch.cat(rows)
 
 
-@_for_symbolic_sizes(torch.linalg.multi_dot, torch.chain_matmul)
+@function_rules.replace(torch.linalg.multi_dot, torch.chain_matmul, serves=needs_plain_sizes)
 def _multi_dot(*tensors: Any) -> Any:
     """Multiply from left to right; torch chooses the order by the sizes."""
     parts = tensors[0] if isinstance(tensors[0], list | tuple) else tensors

@@ -8,7 +8,7 @@ collective is one operator: NOTE [exchanges] in ``bridge/mesh/mesh_operators``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -219,36 +219,34 @@ class Permute(Collective):
         return Permute(self.level, [(receiver, sender) for sender, receiver in self.pairs])
 
 
+def _collected(
+    level: Axis, value: torch.Tensor, kind: str, cls: Callable[..., Collective], *ints: int
+) -> torch.Tensor:
+    """Return a collective: by an exchange of a mesh's ranks, or over the examples of a vmap."""
+    if isinstance(level, MeshLevel):
+        return level.exchange(kind, ints, value)
+    result: torch.Tensor = cls(level, *ints).of(value)
+    return result
+
+
 def sum_over_axis(level: Axis, value: torch.Tensor) -> torch.Tensor:
     """Return the sum over an axis, which is the same for each of its indices."""
-    if isinstance(level, MeshLevel):
-        return level.exchange("sum", (), value)
-    result: torch.Tensor = Sum(level).of(value)
-    return result
+    return _collected(level, value, "sum", Sum)
 
 
 def all_gather(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return all values of an axis along a new dim."""
-    if isinstance(level, MeshLevel):
-        return level.exchange("gather", (dim,), value)
-    result: torch.Tensor = Gather(level, dim).of(value)
-    return result
+    return _collected(level, value, "gather", Gather, dim)
 
 
 def reduce_scatter(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over an axis, with one slice of ``dim`` for each index."""
-    if isinstance(level, MeshLevel):
-        return level.exchange("scatter", (dim,), value)
-    result: torch.Tensor = SumScatter(level, dim).of(value)
-    return result
+    return _collected(level, value, "scatter", SumScatter, dim)
 
 
 def all_to_all(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
     """Send each index its slice of ``split``, and return the received slices along ``concat``."""
-    if isinstance(level, MeshLevel):
-        return level.exchange("all_to_all", (split, concat), value)
-    result: torch.Tensor = AllToAll(level, split, concat).of(value)
-    return result
+    return _collected(level, value, "all_to_all", AllToAll, split, concat)
 
 
 def permute(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

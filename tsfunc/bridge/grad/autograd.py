@@ -232,9 +232,14 @@ def reaches_other_leaves(
     return _reaches(outputs, is_other)
 
 
-def is_perturbed(value: Any) -> bool:
-    """True if a tensor is differentiated by, at any level and in either mode."""
-    recorded, forward = torch.is_grad_enabled(), can_carry_tangents()
+def is_perturbed(value: Any, recorded: bool | None = None) -> bool:
+    """True if a tensor is differentiated by, at any level and in either mode.
+
+    Args:
+        recorded: True if reverse mode counts; None: grad mode decides.
+    """
+    recorded = torch.is_grad_enabled() if recorded is None else recorded
+    forward = can_carry_tangents()
     with DisableTorchFunction():  # a body's mode would take the values for tensors from outside
         while isinstance(value, torch.Tensor):
             if recorded and value.requires_grad:

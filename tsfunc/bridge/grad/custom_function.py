@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, _functorch
+from torch._C import _functorch
 from torch.autograd import Function, forward_ad
 
 from tsfunc import hooks, pytrees
 from tsfunc.bridge.grad import apply_hook
+from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
@@ -124,7 +125,7 @@ def _apply_at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return hooks.record_function.provided(cls, trace, args)
     if isinstance(level, TraceLevel):
         return torch_apply(cls, *args)
-    if not mapped and not any(_differentiated_by_outer(arg, level) for arg in args):
+    if not mapped and not any(is_perturbed(value_of(arg, level), True) for arg in args):
         return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
         return _apply_inside(cls, level, args)
@@ -198,20 +199,6 @@ def _shared(x: Any, level: TracerLevel) -> Any:
     while isinstance(x, BatchTracer) and x.bdim is None and x.dispatch_level.depth > level.depth:
         x = x.value
     return x
-
-
-def _differentiated_by_outer(arg: Any, level: TracerLevel) -> bool:
-    """True if an outer level differentiates by an argument, in either mode."""
-    value = value_of(arg, level)
-    with DisableTorchFunction():
-        while isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                return True
-            forward = can_carry_tangents()
-            if forward and forward_ad.unpack_dual(value).tangent is not None:
-                return True
-            value = value.value if isinstance(value, BatchTracer | GradTracer) else None
-    return False
 
 
 def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:

@@ -199,19 +199,21 @@ def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
     )
 
 
-def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of the operator that copies a view, given the rule of the view."""
+def copied(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of the operator that copies views, given the rule of the views."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
-        view = rule(*args, **kwargs)
-        return view if view is NotImplemented else new_like(view, view.shape)
+        views = rule(*args, **kwargs)
+        if isinstance(views, list):
+            return [new_like(view, view.shape) for view in views]
+        return views if views is NotImplemented else new_like(views, views.shape)
 
     return copy
 
 
-shape_rule("slice_copy.Tensor")(_copied(slice_of))
-shape_rule("diagonal_copy")(_copied(diagonal_of))
-shape_rule("unfold_copy")(_copied(unfold_of))
+shape_rule("slice_copy.Tensor")(copied(slice_of))
+shape_rule("diagonal_copy")(copied(diagonal_of))
+shape_rule("unfold_copy")(copied(unfold_of))
 
 
 def has_symbols_in(sizes: Sequence[Any]) -> bool:

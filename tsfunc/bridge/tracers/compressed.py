@@ -9,8 +9,7 @@ the operator that they would choose.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,16 +24,9 @@ _aten = torch.ops.aten
 function_rules: Final = FunctionRules()
 
 
-def _for_compressed(mine: Callable[..., Any], *functions: Callable[..., Any]) -> None:
-    """Register a replacement for functions whose first tensor is a compressed tracer."""
-
-    @functools.wraps(mine)
-    def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not isinstance(args[0], Tracer) or not is_compressed(args[0]):
-            return NotImplemented
-        return mine(*args, **kwargs)
-
-    function_rules.add(Stage.METHOD, method, *functions)
+def _is_for_compressed(x: Any, *others: Any) -> bool:
+    """True if the first tensor is a compressed tracer."""
+    return isinstance(x, Tracer) and is_compressed(x)
 
 
 def _to_dense(
@@ -71,7 +63,6 @@ def _product(x: Tensor, *others: Any) -> Any:
     return NotImplemented
 
 
-_for_compressed(_product, torch.sparse.mm)
 function_rules.add(Stage.METHOD, _stored, Tensor._nnz)
 function_rules.add(
     Stage.METHOD,
@@ -79,9 +70,13 @@ function_rules.add(
     Tensor.layout.__get__,  # type: ignore[attr-defined]
     Tensor.is_sparse_csr.__get__,  # type: ignore[attr-defined]
 )
-_for_compressed(_to_dense, Tensor.to_dense)
-_for_compressed(_to_sparse, Tensor.to_sparse)
-_for_compressed(_aten._to_sparse_csr, Tensor.to_sparse_csr)
-_for_compressed(_aten._to_sparse_csc, Tensor.to_sparse_csc)
-_for_compressed(_aten._to_sparse_bsr, Tensor.to_sparse_bsr)
-_for_compressed(_aten._to_sparse_bsc, Tensor.to_sparse_bsc)
+for _function, _mine in (
+    (torch.sparse.mm, _product),
+    (Tensor.to_dense, _to_dense),
+    (Tensor.to_sparse, _to_sparse),
+    (Tensor.to_sparse_csr, _aten._to_sparse_csr),
+    (Tensor.to_sparse_csc, _aten._to_sparse_csc),
+    (Tensor.to_sparse_bsr, _aten._to_sparse_bsr),
+    (Tensor.to_sparse_bsc, _aten._to_sparse_bsc),
+):
+    function_rules.replace(_function, serves=_is_for_compressed)(_mine)

@@ -17,16 +17,19 @@ the same callable and stage. ``tsfunc ops NAME`` prints an operator's function r
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.errors import DispatchError
 from tsfunc.user_code import code_location_text
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Stage(enum.IntEnum):
@@ -118,6 +121,34 @@ class FunctionRules:
             made = FunctionRule(function, stage, rule, view, options, numbers, leaves, shifts)
             _refuse_second(self.declared, made)
             self.declared[stage, function] = made
+
+    def replace(
+        self,
+        *functions: Any,
+        serves: Callable[..., bool] | None = None,
+        numbers: bool = False,
+        leaves: Callable[[Sequence[Any]], bool] | None = None,
+    ) -> Callable[[_F], _F]:
+        """Return a decorator that declares a replacement of functions, with their arguments.
+
+        A replacement that returns NotImplemented leaves the call to torch.
+
+        Args:
+            serves: True for the arguments of a call that it serves; None: it serves all calls.
+            numbers, leaves: as in :class:`FunctionRule`.
+        """
+
+        def declare(replacement: _F) -> _F:
+            @functools.wraps(replacement)
+            def method(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+                if serves is not None and not serves(*args, *kwargs.values()):
+                    return NotImplemented
+                return replacement(*args, **kwargs)
+
+            self.add(Stage.METHOD, method, *functions, numbers=numbers, leaves=leaves)
+            return replacement
+
+        return declare
 
 
 def _refuse_second(declared: Mapping[tuple[Stage, Any], FunctionRule], rule: FunctionRule) -> None:

@@ -180,22 +180,23 @@ class ControlFlowOperator(ControlFlow):
 
         The function takes the operands of :meth:`pullback`. None if only torch can derive it.
         """
-        rule = _RULES.get((Pullback, type(self)))
-        if rule is not None:
-            return functools.partial(rule, self, count, wrt, of)
-        run = self.expanded()
-        return None if run is None else functools.partial(pull_back, run, count, wrt, of)
+        return self._expanded_derivative(Pullback, pull_back, count, wrt, of)
 
     def expanded_pushforward(self, count: int, wrt: Sequence[int]) -> Derivative | None:
         """Return the pushforward in other control flow, as :meth:`expanded_pullback` does.
 
         The function takes the operands of :meth:`pushforward`.
         """
-        rule = _RULES.get((Pushforward, type(self)))
+        return self._expanded_derivative(Pushforward, push_forward, count, wrt)
+
+    def _expanded_derivative(
+        self, kind: type, derive: Callable[..., Any], *given: Any
+    ) -> Derivative | None:
+        rule = _RULES.get((kind, type(self)))
         if rule is not None:
-            return functools.partial(rule, self, count, wrt)
+            return functools.partial(rule, self, *given)
         run = self.expanded()
-        return None if run is None else functools.partial(push_forward, run, count, wrt)
+        return None if run is None else functools.partial(derive, run, *given)
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)

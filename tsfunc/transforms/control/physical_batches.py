@@ -29,6 +29,7 @@ from tsfunc.program.calling.capture import TraceRequest
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.active import groups_by_choice, numbers_in, repeat
 from tsfunc.transforms.control.choice import BatchedChoice, read
 from tsfunc.transforms.vmap import vmap
@@ -146,10 +147,7 @@ class PhysicalBatch:
 
         def run(*given: Any) -> Sequence[Any]:
             def one(*xs: Any) -> tuple[Any, ...]:
-                filled = list(given)
-                for i, x in zip(tensors, xs, strict=True):
-                    filled[i] = x
-                return tuple(function(filled))
+                return tuple(function(with_replaced(given, tensors, xs)))
 
             return vmap(one, in_dims=dims)(*[given[i] for i in tensors])
 
