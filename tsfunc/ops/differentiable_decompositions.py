@@ -93,7 +93,6 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
 
 
 def log_softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
-    """``aten::_log_softmax``."""
     if not x.numel():
         return in_accumulation_dtype(x).clone() if to_float else x.clone()
     below = _below_maximum(in_accumulation_dtype(x), dim)[0]
@@ -102,7 +101,6 @@ def log_softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
 
 
 def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
-    """``aten::logsumexp``."""
     if not x.numel():
         return NotImplemented
     below, most = _below_maximum(in_accumulation_dtype(x), dims)
@@ -123,13 +121,11 @@ def copysign(x: Tensor, y: Tensor | float) -> Any:
 
 
 def glu(x: Tensor, dim: int = -1) -> Tensor:
-    """``aten::glu``."""
     half = x.shape[dim] // 2
     return x.narrow(dim, 0, half) * x.narrow(dim, half, half).sigmoid()
 
 
 def glu_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    """``aten::glu_backward``."""
     half = x.shape[dim] // 2
     gate = x.narrow(dim, half, half).sigmoid()
     by_gate = grad * x.narrow(dim, 0, half) * gate * (1 - gate)
@@ -149,7 +145,6 @@ def _prefix_combine(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Ten
 
 
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """``aten::cumprod``."""
     x = x.to(dtype) if dtype is not None else x
     return _prefix_combine(x, dim, torch.mul)
 
@@ -202,7 +197,6 @@ def batch_norm_with_reserve(*args: Any) -> Any:
 
 
 def batch_norm_no_update(*args: Any) -> Any:
-    """``aten::_batch_norm_no_update``"""
     return (*batch_norm_evaluating(*args), args[0].new_empty((0,), dtype=torch.uint8))
 
 
@@ -307,7 +301,6 @@ def batch_norm_backward(
 def binary_cross_entropy_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
-    """``aten::binary_cross_entropy_backward``."""
     pulled = grad * (x - target) / (x * (1 - x)).clamp_min(1e-12)
     pulled = pulled if weight is None else pulled * weight
     return pulled / x.numel() if reduction == 1 else pulled
@@ -316,7 +309,6 @@ def binary_cross_entropy_backward(
 def binary_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
-    """``aten::binary_cross_entropy``."""
     losses = functional.binary_cross_entropy(x, target, reduction="none")
     return _reduced(losses if weight is None else losses * weight, reduction)
 
@@ -328,7 +320,6 @@ def binary_cross_entropy_with_logits(
     pos_weight: Tensor | None = None,
     reduction: int = 1,
 ) -> Tensor:
-    """``aten::binary_cross_entropy_with_logits``."""
     surprise = functional.logsigmoid(x)
     surprise = surprise if pos_weight is None else surprise * (1 + (pos_weight - 1) * target)
     losses = (1 - target) * x - surprise
@@ -336,14 +327,12 @@ def binary_cross_entropy_with_logits(
 
 
 def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """``aten::soft_margin_loss``."""
     return _reduced(-functional.logsigmoid(target * x), reduction)
 
 
 def soft_margin_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1
 ) -> Tensor:
-    """``aten::soft_margin_loss_backward``."""
     pulled = -grad * target * torch.sigmoid(-target * x)
     return pulled / x.numel() if reduction == 1 else pulled
 
@@ -403,7 +392,6 @@ def batch_norm_backward_with_reserve(*args: Any) -> Any:
 
 
 def hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """``aten::hardsigmoid_backward``."""
     return torch.where((x > -3) & (x < 3), grad / 6, 0.0)
 
 

@@ -67,7 +67,6 @@ def std(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> Tensor:
-    """``aten::std``."""
     var: Tensor = torch.ops.aten.var.correction(x, dim, correction=correction, keepdim=keepdim)
     return _zero_safe(var, torch.sqrt)
 
@@ -79,13 +78,11 @@ def std_mean(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``aten::std_mean``."""
     var, mean = torch.ops.aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
     return _zero_safe(var, torch.sqrt), mean
 
 
 def sgn(x: Tensor) -> Any:
-    """``aten::sgn``."""
     if not x.is_complex():
         return NotImplemented  # its derivative is zero
     zero = x == 0
@@ -94,14 +91,12 @@ def sgn(x: Tensor) -> Any:
 
 
 def dist(x: Tensor, y: Tensor, p: float = 2) -> Any:
-    """``aten::dist``."""
     return vector_norm(x - y, p)
 
 
 def cosine_embedding_loss(
     x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1
 ) -> Tensor:
-    """``aten::cosine_embedding_loss``."""
     dim = target.dim()
     squares = ((x * x).sum(dim) + 1e-12) * ((y * y).sum(dim) + 1e-12)
     cosine = (x * y).sum(dim) / squares.sqrt()
@@ -113,7 +108,6 @@ def cosine_embedding_loss(
 
 
 def renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Any:
-    """``aten::renorm``."""
     norm = vector_norm(in_accumulation_dtype(x), p, _other_dims(x, dim), True)
     if norm is NotImplemented:
         return norm
@@ -163,7 +157,6 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tens
 
 
 def pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tensor:
-    """``aten::_pdist_backward``."""
     first, second = _pairs(x)
     pulled = grad.unsqueeze(-1) * _directions(x[first] - x[second], p)
     return torch.zeros_like(x).index_add(0, first, pulled).index_add(0, second, -pulled)

@@ -161,7 +161,6 @@ def without_gradient(out: Tensor, *params: Any) -> Tensor:
 
 
 def broadcast_shape(args: Sequence[Any], bdims: BatchDims) -> Sequence[Any]:
-    """Return the broadcast shape of the parameters."""
     shapes = [
         logical_shape(x, bdim)
         for x, bdim in zip(args, bdims, strict=False)

@@ -96,7 +96,6 @@ def sparse_product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
 
 
 def _transposed(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
-    """Return the transposed matrix."""
     return (
         (x.transpose(0, 1), None) if bdim is None else (batch_to_front(x, bdim).transpose(1, 2), 0)
     )

@@ -100,7 +100,6 @@ class Field:
         return choices[self.value]
 
     def items(self, count: int | None = None) -> list[Field]:
-        """Return the items of a list."""
         if type(self.value) is not list or (count is not None and len(self.value) != count):
             self.expected("a list" if count is None else f"a list of {count}")
         return [Field(item, self, i) for i, item in enumerate(self.value)]

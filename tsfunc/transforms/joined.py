@@ -57,7 +57,6 @@ class Joined:
             leaf.add(start, value)
 
     def result(self) -> Any:
-        """Return the joined results."""
         assert self._tree is not None
         return pytrees.unflatten(self._tree, [leaf.result() for leaf in self._leaves])
 

@@ -448,7 +448,6 @@ def _put_together(
 
 
 def _placements(spec: P, mesh: Any) -> list[Any]:
-    """Return the DTensor placements of a spec."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not isinstance(mesh, DeviceMesh):

@@ -219,7 +219,6 @@ def _normal_bounds(dim: Dim) -> dict[str, Any]:
 
 
 def _bound_texts(dim: Dim) -> list[str]:
-    """Return the bounds of a dim as text."""
     bounds = {
         "at least": dim.min,
         "at most": dim.max,

@@ -269,7 +269,6 @@ _MOST_CHOICES = 64
 
 
 def names_of_dim(dim: SideForm) -> tuple[str, ...]:
-    """Return the names in a size."""
     return dim.names if isinstance(dim, DimExpr) else (dim.name,) if isinstance(dim, Dim) else ()
 
 

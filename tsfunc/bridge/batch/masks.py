@@ -106,7 +106,6 @@ def _put(args: Sequence[Any], kwargs: Mapping[str, Any], *, inplace: bool) -> An
 
 
 def _has_plain_indices(kinds: Sequence[Any]) -> bool:
-    """True if the indices are plain tensors and None."""
     kind = kinds[1] if len(kinds) > 1 else None
     return type(kind) is tuple and _PLAIN.issuperset(kind[1:])
 

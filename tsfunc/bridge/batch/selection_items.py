@@ -134,7 +134,6 @@ def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
 
 
 def _selection_like(x: Selection, elements: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Return a selection of ``elements`` with a new mask."""
     out = x.like(elements, 0 if elements.dim() == 1 else None)
     out.mask, out.source = mask, None
     return out

@@ -15,21 +15,18 @@ torch_tree_map: Callable[..., Any] = _pytree.tree_map
 
 
 def torch_while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carry: Any) -> Any:
-    """Call torch's ``while_loop`` with one carry."""
     from torch._higher_order_ops import while_loop
 
     return while_loop(cond_fn, lambda carry: (body_fn(carry),), (carry,))[0]
 
 
 def torch_scan(f: Callable[..., Any], init: Any, xs: Any, dim: int, reverse: bool) -> Any:
-    """Call torch's ``scan``."""
     from torch._higher_order_ops import scan
 
     return scan(f, init, xs, dim=dim, reverse=reverse)
 
 
 def torch_map(f: Callable[..., Any], xs: Any) -> Any:
-    """Call torch's ``map``."""
     from torch._higher_order_ops import map
 
     return map(f, xs)

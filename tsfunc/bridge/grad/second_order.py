@@ -276,7 +276,6 @@ def _recorded(values: Sequence[Any]) -> bool:
 
 
 def _has_tangent(values: Sequence[Any]) -> bool:
-    """True if one of the tensors has a tangent."""
     if forward_ad._current_level < 0:
         return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

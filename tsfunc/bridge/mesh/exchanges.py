@@ -227,7 +227,6 @@ def _slice(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 
 def own_copy(x: Tensor) -> Tensor:
-    """Return a contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

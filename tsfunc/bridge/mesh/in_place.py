@@ -127,7 +127,6 @@ def _word(reduction: Any) -> str:
 
 
 def _completed_work() -> Any:
-    """Return a completed work."""
     from torch._C._distributed_c10d import FakeWork, Work
 
     return Work.boxed(FakeWork())

@@ -59,7 +59,6 @@ def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
 
 
 def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
-    """True if a fact holds at given sizes."""
     return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 
 

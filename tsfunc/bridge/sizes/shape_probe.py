@@ -49,8 +49,7 @@ class ShapeProbe:
         self.env, self.call = env, call
         self.args, self.kwargs = _plain(args), _plain(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
-        known = getattr(env, "backed_var_to_val", None)
-        known = env.var_to_val if known is None else known
+        known = env.backed_var_to_val
         self.hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them

@@ -272,7 +272,6 @@ def solved_node(
 
 
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
-    """Return the node for a size of a tensor."""
     return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
 
 

@@ -161,7 +161,6 @@ class Symbols:
             self.scalars[name] = self._scalar(name, value)
 
     def _make_symbols(self) -> None:
-        """Make the environment of the symbols."""
         self._env = environment_class()(self)
         self.fake.shape_env = self._env
         self.fake.static_shapes = False
@@ -281,7 +280,6 @@ class Symbols:
         return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
 
     def number_of(self, symbol: Any) -> Any:
-        """Return the symbolic number of a symbol."""
         if symbol.is_integer:
             return self._env.create_symintnode(symbol, hint=None)
         return self._env.create_symfloatnode(symbol, hint=None)

@@ -123,7 +123,6 @@ class BackwardPasses:
             slot.tracer.grad = value
 
     def _slot(self, owner: torch.Tensor) -> GradSlot:
-        """Return the ``.grad`` of a tensor from outside."""
         known = self.slots.get(id(owner))
         if known is None:
             argument = self._argument_of(owner)

@@ -240,7 +240,6 @@ class TensorGuards:
         self._arguments: dict[int, tuple[Any, TracedArgument]] = {}
 
     def add(self, tracer: Any, argument: TracedArgument) -> None:
-        """Register the argument of a tracer."""
         self._arguments[id(tracer)] = tracer, argument
 
     @property

@@ -102,7 +102,6 @@ def name_operators(graph: torch.fx.Graph) -> None:
 
 
 def is_strided(value: Any) -> bool:
-    """True if a value is a strided tensor."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 

@@ -208,7 +208,6 @@ class CallPlanTable:
 
 
 def plans_of_operator(op: TorchOperator) -> CallPlanTable:
-    """Return the plans of an operator."""
     plans: CallPlanTable | None = op.plans
     if plans is None:
         plans = op.plans = CallPlanTable(op)

@@ -30,7 +30,6 @@ from tsfunc.errors import MissingRuleError
 
 
 def is_dtensor(value: Any) -> bool:
-    """True if a value is a DTensor."""
     kind = _dtensor()
     return kind is not None and isinstance(value, kind)
 

@@ -214,7 +214,6 @@ _inference_guards: list[Any] = []
 
 
 def _thread_state() -> tuple[Any, ...]:
-    """Return the state of this thread."""
     return (
         is_inference_mode_enabled(),
         is_grad_enabled(),

@@ -135,7 +135,6 @@ def replacements() -> dict[int, tuple[Any, Any]]:
 
 
 def replace(handlers: dict[int, tuple[Any, Any]]) -> None:
-    """Replace handlers of signals."""
     for number, (_, replacement) in handlers.items():
         _set_handler(number, replacement)
 

@@ -44,7 +44,6 @@ _classes: dict[type, type] = {}
 
 
 def attach_hook(tracer: Any, hook: TracerHook) -> None:
-    """Attach a hook to a tracer."""
     kind = type(tracer)
     hooked = _classes.get(kind)
     if hooked is None:
@@ -64,7 +63,6 @@ def detach_hook(tracer: Any) -> TracerHook | None:
 
 
 def hook_of(value: Any) -> Any:
-    """Return the hook of a tracer, or None."""
     return value.hook if type(value) in HOOKED else None
 
 

@@ -80,7 +80,6 @@ def _parsed(text: str) -> Line:
 
 
 def render(lines: Iterable[Line]) -> str:
-    """Return the text of a table."""
     rows = ["\t".join(_HEADER)]
     for line in lines:
         facts = line.facts

@@ -146,7 +146,6 @@ class Trial:
         return () if out is None else out
 
     def evidence(self) -> Evidence:
-        """Return the evidence of all calls together."""
         for setting in settings(self.signature):
             taken = list(self.taken(setting))
             if taken or self.calls > _IN_ALL[self.device]:

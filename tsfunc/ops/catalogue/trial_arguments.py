@@ -59,7 +59,6 @@ def settings(signature: OperatorSignature) -> Iterator[TrialParameters]:
 
 
 def tensor_arguments(signature: OperatorSignature, setting: TrialParameters) -> list[Argument]:
-    """Return the tensor arguments that a call gets."""
     return [
         a
         for a in signature.tensors

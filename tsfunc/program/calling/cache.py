@@ -409,7 +409,6 @@ class Cache:
         return None
 
     def move_to_front(self, entry: CachedProgram) -> None:
-        """Move an entry to the front."""
         with self.lock:
             if entry in self.entries:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
@@ -449,7 +448,6 @@ class Cache:
             return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
 
     def reset_counts(self) -> None:
-        """Reset the counts."""
         with self.lock:
             self.misses = self._former_hits = 0
             for entry in self.entries:

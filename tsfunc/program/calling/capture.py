@@ -540,7 +540,6 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
 
 
 def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.Node:
-    """Return the input node for a number."""
     node = _named(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.scalars[spec.name]
     return node

@@ -75,7 +75,6 @@ def difference_text(name: str, now: Any, before: Any) -> str:
 
 
 def fact_text(value: Any) -> str:
-    """Return the text of the value of a fact."""
     if value is ABSENT:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):

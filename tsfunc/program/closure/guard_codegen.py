@@ -171,7 +171,6 @@ class _FlattenCode:
         return keys_condition([at], [list(value)], self.name)
 
     def name(self, value: Any) -> str:
-        """Return a name for an object."""
         name = f"keys_{len(self.scope)}"
         self.scope[name] = value
         return name
@@ -312,7 +311,6 @@ class Source:
         return Source(self, step, NO_KEY, text, text if owner is None else owner, self.in_closure)
 
     def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
-        """Return the source of an attribute."""
         return self.at(f"{{}}.{name}", text, owner)
 
     def item(self, key: Any, text: str, owner: str | None = None) -> Source:
@@ -357,7 +355,6 @@ class GuardCode:
         self._names: dict[int, str] = {}
 
     def name(self, value: Any) -> str:
-        """Return a name for an object."""
         name = self._names.get(id(value))
         if name is None:
             name = self._names[id(value)] = f"{self.prefix}{len(self._names)}"

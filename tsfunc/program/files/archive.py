@@ -104,7 +104,6 @@ class Archive:
                 raise self._error(name, f"is not listed in {MANIFEST}")
 
     def names(self) -> list[str]:
-        """Return the names of all entries."""
         return list(self._infos)
 
     def read(self, name: str) -> bytes:

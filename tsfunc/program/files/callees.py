@@ -217,7 +217,6 @@ class CalleeWriter:
         }
 
     def _part(self, part: CalleeGraph | None) -> Any:
-        """Return the JSON of a part."""
         if part is None:
             return None
         with overriding(self, named_dims=part.dims):

@@ -132,7 +132,6 @@ def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
 
 
 def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
-    """Return the bodies of an operator as JSON."""
     return [
         {"name": body.name, "graph": graph(body.graph), "inputs": list(body.inputs)}
         for body in op.bodies
@@ -169,7 +168,6 @@ def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> lis
 
 
 def result_count(body: Body) -> int:
-    """Return the number of results of a body."""
     (*_, last) = body.graph.nodes
     return len(last.args[0])
 

@@ -97,7 +97,6 @@ def function_named(field: Field) -> Callable[..., Any]:
 
 
 def kind_of_results(signature: OperatorSignature) -> Kind:
-    """Return the kind of an operator's results."""
     kinds = [_kind_of(type_) for type_ in signature.returns]
     if not kinds:
         return NOTHING

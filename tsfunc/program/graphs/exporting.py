@@ -320,7 +320,6 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
 
 
 def _at(root: torch.nn.Module, path: str) -> torch.Tensor:
-    """Return the tensor at a path of a module."""
     value: Any = root
     for each in path.split("."):
         value = getattr(value, each)

@@ -82,7 +82,6 @@ class Loop:
         self.draws = False  # True if the recorded condition draws random numbers
 
     def run_to_end(self, carry: Any) -> Any:
-        """Run the loop to its end."""
         if self.checkpoint is None or not torch.is_grad_enabled() or current_trace() is not None:
             return self.run(carry, None)[0]
         size, done = 1, False
