@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.nesting import tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
     in_rerun,
@@ -261,11 +262,10 @@ def depends_on_leaves(value: Any, leaves: Sequence[torch.Tensor], since: int) ->
     Args:
         since: the smallest sequence number of a node that can depend on the leaves.
     """
-    while isinstance(value, torch.Tensor):
-        if any(value is leaf for leaf in leaves) or _has_node_from(value, leaves, since):
-            return True
-        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
-    return False
+    tensors = (value, *tensors_inside(value)) if isinstance(value, torch.Tensor) else ()
+    return any(
+        any(x is leaf for leaf in leaves) or _has_node_from(x, leaves, since) for x in tensors
+    )
 
 
 def _has_node_from(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) -> bool:
@@ -327,17 +327,11 @@ def differentiated_by_outer(outputs: Sequence[torch.Tensor]) -> bool:
     """
     with DisableTorchFunction():
         forward = can_carry_tangents()
-        for out in outputs:
-            if forward and forward_ad.unpack_dual(out).tangent is not None:
-                return True
-            value = getattr(out, "value", None) if isinstance(out, Tracer) else None
-            while isinstance(value, torch.Tensor):
-                if value.requires_grad:
-                    return True
-                if forward and forward_ad.unpack_dual(value).tangent is not None:
-                    return True
-                value = getattr(value, "value", None) if isinstance(value, Tracer) else None
-    return False
+        inside = [x for out in outputs for x in tensors_inside(out)]
+        return any(x.requires_grad for x in inside) or (
+            forward
+            and any(forward_ad.unpack_dual(x).tangent is not None for x in (*outputs, *inside))
+        )
 
 
 class unrecorded(_Recorded):

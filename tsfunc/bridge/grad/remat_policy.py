@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
+from tsfunc.bridge.tracers.nesting import tensors_inside
 from tsfunc.bridge.tracers.torch_state import with_views
 from tsfunc.bridge.tracers.tracer import Tracer
 
@@ -172,16 +173,8 @@ def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]
-    return not (tracers and (can_carry_tangents() or any(_recorded_outside(x) for x in tracers)))
-
-
-def _recorded_outside(tracer: Any) -> bool:
-    value = getattr(tracer, "value", None)
-    while isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            return True
-        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
-    return False
+    recorded = any(inner.requires_grad for x in tracers for inner in tensors_inside(x))
+    return not (recorded or (tracers and can_carry_tangents()))
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -48,7 +48,7 @@ from torch.autograd import Function, forward_ad
 from tsfunc.bridge.grad import autograd, pullbacks
 from tsfunc.bridge.grad.apply_hook import call_torch_apply
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
-from tsfunc.bridge.tracers.nesting import is_differentiated
+from tsfunc.bridge.tracers.nesting import is_differentiated, tensors_inside
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
@@ -316,7 +316,7 @@ def _recorded_again(values: Sequence[Any]) -> bool:
 def _differentiated_inside(values: Sequence[Any]) -> bool:
     """True if a value inside of a tracer is differentiated by."""
     with DisableTorchFunctionSubclass():
-        return any(_differentiated(inner) for x in values for inner in _inside(x))
+        return any(_differentiated(inner) for x in values for inner in tensors_inside(x))
 
 
 def _differentiates_after(count: int, values: Sequence[Any]) -> bool:
@@ -330,14 +330,6 @@ def _perturbed_inside(values: Sequence[Any]) -> bool:
     return any(
         is_differentiated(getattr(x, "value", None)) for x in values if isinstance(x, Tracer)
     )
-
-
-def _inside(x: Any) -> Iterator[torch.Tensor]:
-    """Yield the values inside of a tracer, the outermost value first."""
-    value = getattr(x, "value", None) if isinstance(x, Tracer) else None
-    while isinstance(value, torch.Tensor):
-        yield value
-        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
 
 
 def _differentiated(value: torch.Tensor) -> bool:

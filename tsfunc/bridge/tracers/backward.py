@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.nesting import nested_tracers
+from tsfunc.bridge.tracers.nesting import nested_tracers, tensors_inside
 from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata
 
 _METHOD: Final = torch.Tensor.backward
@@ -105,13 +105,9 @@ def _graph_is_internal(value: Any) -> bool:
     """True if a value's graph is the function's own: autograd records on no value outside."""
     if not isinstance(value, Tracer) or not value.dispatch_level.alive:
         return False
-    for tracer in nested_tracers(value):
-        if getattr(tracer, "tracks", False):  # traced: the program would record it
-            return False
-        inner = getattr(tracer, "value", None)
-        if isinstance(inner, torch.Tensor) and inner.requires_grad:
-            return False
-    return True
+    # The program would record a traced value.
+    traced = any(getattr(tracer, "tracks", False) for tracer in nested_tracers(value))
+    return not traced and not any(inner.requires_grad for inner in tensors_inside(value))
 
 
 def _refuse_accumulation(leaf: torch.Tensor) -> None:

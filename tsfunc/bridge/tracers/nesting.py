@@ -38,11 +38,20 @@ def innermost_value(value: Any, kinds: Any = Tracer) -> Any:
     return value
 
 
+def tensors_inside(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors inside of a tracer, the innermost level's first; none for another value."""
+    while isinstance(value, Tracer):
+        value = getattr(value, "value", None)
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
 def is_differentiated(value: Any) -> bool:
     """True if a tensor, or one inside of it, requires grad or has a tangent."""
+    if not isinstance(value, torch.Tensor):
+        return False
     with DisableTorchFunctionSubclass():
-        while isinstance(value, torch.Tensor):
-            if value.requires_grad or forward_ad.unpack_dual(value).tangent is not None:
-                return True
-            value = getattr(value, "value", None) if isinstance(value, Tracer) else None
-    return False
+        return any(
+            x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
+            for x in (value, *tensors_inside(value))
+        )

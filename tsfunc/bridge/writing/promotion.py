@@ -30,7 +30,7 @@ import torch
 from torch._C import DisableTorchFunction, _storage_Use_Count, _swap_tensor_impl
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.nesting import is_differentiated
+from tsfunc.bridge.tracers.nesting import is_differentiated, tensors_inside
 from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
@@ -97,7 +97,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
             aliases.tensors.append(tensor)
         elif other.alive and depth < other.depth < level.depth:
             others.append(tensor)
-    wrapped = {id(value) for tensor in aliases.tensors for value in _values(tensor)}
+    wrapped = {id(value) for tensor in aliases.tensors for value in tensors_inside(tensor)}
     if any(id(tensor) not in wrapped for tensor in others):
         raise CreatedOutside  # a transform between the two levels depends on the tensor
     outside = any(isinstance(t, Tracer) and t.is_from_outside() for t in aliases.tensors)
@@ -121,13 +121,6 @@ def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
         news += [other for (_, other), is_near in zip(rest, near, strict=True) if is_near]
         rest = [pair for pair, is_near in zip(rest, near, strict=True) if not is_near]
     return near_tensors
-
-
-def _values(tensor: Any) -> Iterator[Any]:
-    """Yield the tensor that a tracer wraps, then the tensor that this one wraps, and so on."""
-    while isinstance(tensor, Tracer):
-        tensor = getattr(tensor, "value", None)
-        yield tensor
 
 
 def relatives_of(
