@@ -139,7 +139,7 @@ class Aliases:
 
     def is_written(self, node: torch.fx.Node) -> bool:
         """True if a node writes into memory that the value may share."""
-        return self.memory(node) in self._written
+        return bool(self._written) and self.memory(node) in self._written
 
     def is_from_outside(self, node: torch.fx.Node) -> bool:
         """True if the value may share memory with a closed-over value."""

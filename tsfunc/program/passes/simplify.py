@@ -265,7 +265,8 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         # The sizes of a data-dependent result have symbols from the call that found them.
         if aliases.is_written(node) or node.meta.get("reads_data"):
             continue
-        key = _key(node, [changes.get(aliases.memory(x), 0) for x in node.all_input_nodes])
+        before = changes and [changes.get(aliases.memory(x)) for x in node.all_input_nodes]
+        key = _key(node, before if before and any(before) else ())
         try:
             known = seen.setdefault(key, node)
         except TypeError:  # an argument is not hashable
@@ -278,11 +279,12 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         aliases.replace(node, known)
 
 
-def _key(node: torch.fx.Node, changes: Sequence[int]) -> Any:
+def _key(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
     """Return a key that is equal for equal calls; it is not hashable if an argument is not.
 
     Args:
-        changes: the number of earlier writes to the memory of each of its arguments.
+        changes: the number of earlier writes to the memory of each of its arguments; empty if
+            none was written to.
     """
     quiet = node.meta.get("no_grad", False)
     args = tuple([arg if isinstance(arg, torch.fx.Node) else _frozen(arg) for arg in node.args])
