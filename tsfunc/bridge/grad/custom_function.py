@@ -41,6 +41,7 @@ from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiab
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_ended
 from tsfunc.bridge.tracers.checks import is_batched
+from tsfunc.bridge.tracers.current_level import current_level
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import innermost_value
@@ -77,7 +78,11 @@ def _apply(cls: Any, *args: Any) -> Any:
     """Handle a call of ``Function.apply`` whose arguments are bound to those of ``forward``."""
     if is_reentrant(cls):
         return not_reentrant(*args)
-    return _apply_seen(cls, tuple([as_seen_by_current_level(arg) for arg in args]))
+    seen = [as_seen_by_current_level(arg) for arg in args]
+    trace = current_level(TraceLevel)
+    if trace is not None:  # else torch would put a node into a graph outside of the trace
+        seen = [trace.lifted_here(arg) if isinstance(arg, torch.Tensor) else arg for arg in seen]
+    return _apply_seen(cls, tuple(seen))
 
 
 def _apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:

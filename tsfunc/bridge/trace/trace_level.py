@@ -410,7 +410,7 @@ def traced_as(
     tracer.node = node
     tracer.tracks = tracks and (dtype.is_floating_point or dtype.is_complex)
     node.meta["val"] = value
-    node.meta["requires_grad"] = tracer.tracks
+    node.meta.setdefault("requires_grad", tracer.tracks)  # tracers without derivatives share nodes
     return tracer
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import tls, using
+
+L = TypeVar("L", bound=Level)
 
 
 def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
@@ -23,18 +25,23 @@ def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
     return using(levels[0].outer) if levels else nullcontext()
 
 
+def current_level(kind: type[L]) -> L | None:
+    """Return the innermost active level of a class on this thread, or None."""
+    return _innermost(kind, tls.state.levels)
+
+
 def current_tracer_level() -> TracerLevel | None:
     """Return the innermost active tracer level of this thread, or None."""
-    return _innermost(tls.state.levels)
+    return current_level(TracerLevel)
 
 
 def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
     """Return the innermost tracer level that was active when a level was entered, or None."""
-    return _innermost(level.outer.levels)
+    return _innermost(TracerLevel, level.outer.levels)
 
 
-def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
+def _innermost(kind: type[L], levels: Sequence[Level]) -> L | None:
     for level in reversed(levels):
-        if isinstance(level, TracerLevel):
+        if isinstance(level, kind):
             return level
     return None

@@ -242,10 +242,11 @@ class Writer:
 
     Attributes:
         exact: see :func:`in_torch_operators`.
-        in_block: True in a body, whose nodes do not say if autograd records them.
+        records: True in a body if autograd may record an input of the graph. The nodes of a body
+            do not say if it records them.
     """
 
-    in_block = False
+    records = False
 
     def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True) -> None:
         self.root, self.graph, self.exact = root, graph, exact
@@ -295,7 +296,7 @@ class Writer:
         torch takes a carry for a constant if it does not require grad before the first step. The
         others get a zero that depends on the operands: the sum of an empty part of each.
         """
-        tracked = [x for x in operands if _is_real_or_complex(x) and self._tracks(x)]
+        tracked = [x for x in operands if _is_real_or_complex(x) and self.tracks(x)]
         aten = torch.ops.aten
         made = []
         for node in carry:
@@ -312,9 +313,9 @@ class Writer:
             made.append(node)
         return made
 
-    def _tracks(self, node: torch.fx.Node) -> bool:
+    def tracks(self, node: torch.fx.Node) -> bool:
         """True if autograd may record a tensor when the graph runs."""
-        return self.in_block or bool(node.meta.get("requires_grad"))
+        return self.records or bool(node.meta.get("requires_grad"))
 
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
         """Return a predicate of dtype bool, as torch requires."""
@@ -335,7 +336,8 @@ class Writer:
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
         inner = Writer(root, graph, self.exact)
-        inner.in_block = True
+        inputs_of_graph = (x for x in self.graph.nodes if x.op in ("placeholder", "get_attr"))
+        inner.records = self.records or any(map(self.tracks, inputs_of_graph))
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
             graph.output(results)

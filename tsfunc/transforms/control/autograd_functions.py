@@ -174,7 +174,7 @@ class FunctionCall(ExpandedOperator):
     def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operators of the function, without the custom derivative."""
         nodes = [x for x in operands if isinstance(x, torch.fx.Node)]
-        if writer.exact and any(node.meta.get("requires_grad") for node in nodes):
+        if writer.exact and any(map(writer.tracks, nodes)):
             raise NoTorchOperator(f"autograd would not see the derivative of {self.name}")
         return super().write_for_torch(writer, operands)
 
