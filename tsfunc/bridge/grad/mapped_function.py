@@ -208,8 +208,8 @@ class MappedFunction:
 
     def __call__(self, args: Sequence[Any]) -> tuple[Any, FunctionContext]:
         level = self.outer
-        values = [value_of(arg, level) for arg in args]
         with level.restored():
+            values = _distinct_values(args, level)
             results = apply_seen(_function_of(self), tuple(values))
         results = rewrapped(results, self.out_dims, values, args, level)
         stored = self.restored(self.stored_tensors(args, results))
@@ -478,6 +478,20 @@ def _function_of(mapped: MappedFunction) -> Any:
         members["jvp"] = staticmethod(with_outer_tangents(mapped.jvp))
     members["mapped_by_level"] = True
     return type(mapped.cls.__name__, (Function,), members)
+
+
+def _distinct_values(args: Sequence[Any], level: TracerLevel) -> list[Any]:
+    """Return the values of arguments; arguments that are different objects have different values.
+
+    Two tracers, or a tracer and a plain tensor, can have one value with two batch dims, of which a
+    level differentiates by one alone. A stored tensor is found again by its identity (``_place``).
+    """
+    values = [value_of(arg, level) for arg in args]
+    first: dict[int, Any] = {}
+    for i, (value, arg) in enumerate(zip(values, args, strict=True)):
+        if isinstance(value, torch.Tensor) and first.setdefault(id(value), arg) is not arg:
+            values[i] = value.view_as(value)
+    return values
 
 
 def _place(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[str, int] | None:
