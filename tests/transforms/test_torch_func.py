@@ -106,6 +106,31 @@ def test_linearize_over_ours() -> None:
     same((out, push(X)), (X.sin(), X.cos() * X))
 
 
+def along_itself(x: Tensor) -> Any:
+    """The derivative by jvp, of which linearize inside of torch.func has the derivatives too."""
+    return theirs.jvp(lambda x: (x.sin() * x).sum(), (x,), (x,))[1] + (x * 2).sum()
+
+
+def pushed(x: Tensor) -> Any:
+    out, push, aux = ours.linearize(lambda x: ((x.sin() * x).sum(), x * 2), x, has_aux=True)
+    return push(x) + aux.sum() + out - (x.sin() * x).sum()
+
+
+OVER_LINEARIZE: dict[str, Callable[[Callable[[Tensor], Any]], Any]] = {
+    "grad": lambda f: theirs.grad(f)(X[0]),
+    "hessian": lambda f: theirs.hessian(f)(X[0]),
+    "vmap": lambda f: theirs.vmap(f)(X),
+    "vmap(grad)": lambda f: theirs.vmap(theirs.grad(f), 1)(X),
+    "jvp": lambda f: theirs.jvp(f, (X[0],), (X[1],)),
+}
+
+
+@pytest.mark.parametrize("over", OVER_LINEARIZE.values(), ids=OVER_LINEARIZE)
+def test_derivatives_of_linearize(over: Callable[[Callable[[Tensor], Any]], Any]) -> None:
+    """torch.func's own linearize gives zeros or uninitialized numbers there."""
+    same(over(pushed), over(along_itself))
+
+
 INSIDE: dict[str, Callable[[Tensor], Any]] = {
     "vmap": lambda x: theirs.vmap(lambda a, b: a * b + W)(x, x * 2),
     "vmap of what is closed over": lambda x: theirs.vmap(lambda row: row @ W + x.sum())(x),

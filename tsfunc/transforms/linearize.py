@@ -29,7 +29,7 @@ def linearize(
 ) -> tuple[_Result, Callable[..., _Result], _Aux]: ...
 @overload
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
-@boundary("linearize")
+@boundary("linearize", traceable=True)
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Return the value of a function, and its derivative at that point as a linear function.
 
@@ -60,16 +60,17 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
     Corresponds to ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The
     pullback is linear in the cotangent, and the pullback of the pullback is the derivative. An
-    operator whose backward formula can't be differentiated can't be linearized.
+    operator whose backward formula can't be differentiated can't be linearized. Inside of
+    torch.func's transforms and of ``torch.compile``, each direction runs the function, by
+    ``torch.func.jvp``.
     """
-    if (other := delegate("linearize")) is not None:
-        kept: list[Any] = []
+    if (other_jvp := delegate("jvp")) is not None:
+        out, kept = _split(func(*primals), has_aux)
 
-        def without_aux(*primals: Any) -> Any:
-            out, kept[:] = _split(func(*primals), has_aux)
-            return out
+        def by_jvp(*tangents: Any) -> Any:
+            return other_jvp(lambda *xs: _split(func(*xs), has_aux)[0], primals, tangents)[1]
 
-        return (*other(without_aux, *primals), *kept)
+        return (out, by_jvp, *kept)
     if torch.is_inference_mode_enabled():
         return autograd.without_inference_mode(linearize, func, *primals, has_aux=has_aux)
     flat, spec = flatten_tensors(API, "primals", primals)

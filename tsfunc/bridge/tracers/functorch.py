@@ -29,7 +29,6 @@ TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
         "jacfwd",
         "jacrev",
         "jvp",
-        "linearize",
         "vjp",
         "vmap",
     )
