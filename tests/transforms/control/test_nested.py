@@ -10,6 +10,7 @@ import torch
 from tsfunc import (
     checkpoint,
     cond,
+    custom_vmap,
     fori_loop,
     grad,
     hessian,
@@ -225,3 +226,55 @@ def test_a_vmap_in_a_traced_body_may_choose_by_example(around: Any) -> None:
         per_example = vmap(grad(lambda x, f=f: f(x).sum()))
         xs = torch.stack([x, x / 2, -x])
         torch.testing.assert_close(specialize(per_example)(xs), per_example(xs))
+
+
+def ruled(f: Any) -> Any:
+    """Return a function with a batching rule that maps the function itself."""
+    made = custom_vmap(f)
+
+    @made.def_vmap
+    def rule(size: int, batched: Any, *args: Any) -> Any:
+        return vmap(f, in_dims=tuple(0 if flag else None for flag in batched))(*args), True
+
+    return made
+
+
+@pytest.mark.parametrize("derivative", [None, grad, jacfwd], ids=["value", "grad", "jacfwd"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f, y, x: checkpoint(f)(y, x),
+        lambda f, y, x: cond(y.sum() < 9, f, lambda y, x: x.sin(), y, x),
+        lambda f, y, x: fori_loop(0, 2, lambda i, c: f(y, c), x),
+        lambda f, y, x: scan(lambda c, a: (f(a * y, c), None), x, y)[0],
+    ],
+    ids=["checkpoint", "cond", "fori_loop", "scan"],
+)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda y, x: cond(y.sum() < x[0], torch.sin, torch.cos, x),
+        lambda y, x: switch((x.sum() * 2).long(), [torch.sin, lambda z: z * y.sum()], x),
+        lambda y, x: fori_loop(0, 2, lambda i, c: (c + y[i]).sin(), x),
+        lambda y, x: scan(lambda c, a: ((c * a).sin(), None), x, y)[0],
+        lambda y, x: while_loop(lambda c: c.sum() > y[0], lambda c: c - y.abs().sum() - 1, x),
+        lambda y, x: checkpoint(lambda z: (z * y.sum()).sin())(x),
+    ],
+    ids=["cond", "switch", "fori_loop", "scan", "while_loop", "checkpoint"],
+)
+def test_a_batching_rule_in_a_traced_body_may_use_control_flow(
+    inner: Any, around: Any, derivative: Any
+) -> None:
+    y = torch.rand(3, dtype=torch.float64) + 0.5
+    x = torch.rand(4, 2, dtype=torch.float64)
+
+    def run(f: Any, row: torch.Tensor) -> Any:
+        if derivative is None:
+            return around(f, y, row)
+        if derivative is grad:
+            return grad(lambda row: around(f, y, row).sum())(row)
+        return derivative(lambda row: around(f, y, row))(row)
+
+    expected = torch.stack([run(inner, row) for row in x])
+    f = ruled(inner)
+    torch.testing.assert_close(specialize(vmap(lambda row: run(f, row)))(x), expected)

@@ -3,8 +3,10 @@
 NOTE [bodies]
 While a body is traced, a :class:`BodyLevel` with a graph of its own replaces the trace's level.
 Each outer tensor that the body uses, passed in or closed over, becomes one input of that graph, so
-that the body is a function of tensors alone. Levels inside of the trace (a vmap in a specialized
-function) need no other treatment: the inputs are wrapped in tracers of the same levels.
+that the body is a function of tensors alone. For levels inside of the trace (a vmap in a specialized
+function) the inputs are wrapped in tracers of the same levels. The states that these levels have
+captured have the body's level too, so that functions that they call (the rule of a ``custom_vmap``,
+a backward pass) record control flow in the body.
 
 A tensor has one layout wherever a body takes or returns it: its batch dims come first, the
 outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that defines this.
@@ -251,7 +253,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             like: a fake tensor that the input looks like, instead of the operand.
         """
         outer = self.outside(value)
-        with self._outside_subsets():
+        with self._around_the_call():
             outer = self.hidden.rewrap_as(outer, self.around)
         inner, stack = unwrap_all(outer)
         if not isinstance(inner, TraceTracer):
@@ -271,26 +273,19 @@ class BodyLevel(TraceLevel, LevelProxy):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
-    def _outside_subsets(self) -> Iterator[None]:
-        """Context manager: the active levels are those where the body is called, not subsets."""
+    def _around_the_call(self) -> Iterator[None]:
+        """Context manager: the active levels are those where the body is called.
+
+        They are neither bodies nor subsets.
+        """
         outside = {level.depth: level for level in self.around}
-        replaced = [
-            level for level in tls.state.levels if level is not outside.get(level.depth, level)
-        ]
-        if not any(isinstance(level, BatchLevel | HiddenVmap) for level in replaced):
-            yield
-            return
 
         def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
-            return tuple(
-                [
-                    outside.get(level.depth, level)
-                    if isinstance(level, BatchLevel | HiddenVmap)
-                    else level
-                    for level in levels
-                ]
-            )
+            return tuple([outside.get(level.depth, level) for level in levels])
 
+        if seen(tls.state.levels) == tls.state.levels:
+            yield
+            return
         with replacing_captured_levels(self.around, seen), using(self.outer_state):
             yield
 
@@ -400,15 +395,14 @@ def _as_seen_in_body(value: Any) -> Any:
 def in_body(level: BodyLevel) -> Iterator[None]:
     """Context manager: calls are recorded in the body's graph."""
     state = tls.state
-    places = {id(other): HiddenVmap(other) for other in level.hidden.levels.values()}
+    places: dict[int, Level] = {id(x): HiddenVmap(x) for x in level.hidden.levels.values()}
+    places[id(level.parent)] = level
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple([places.get(id(other), other) for other in levels])
 
-    first = min(level.hidden.levels, default=0)
-    inside = [other for other in state.levels if places and other.depth > first]
-    levels = tuple(level if other is level.parent else other for other in seen(state.levels))
-    inner = state.replace(levels=levels)
+    inside = [other for other in state.levels if other.depth > level.depth]
+    inner = state.replace(levels=seen(state.levels))
     level.bodies.append(level)
     # A mask keeps the name of the number of its elements, which has no value in another graph.
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
