@@ -278,3 +278,39 @@ def test_a_batching_rule_in_a_traced_body_may_use_control_flow(
     expected = torch.stack([run(inner, row) for row in x])
     f = ruled(inner)
     torch.testing.assert_close(specialize(vmap(lambda row: run(f, row)))(x), expected)
+
+
+@pytest.mark.parametrize("batched", [(True, False), (False, True)])
+@pytest.mark.parametrize("derivative", [grad, jacrev, hessian])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda p, y: fori_loop(0, 3, lambda i, c: c.sin() + y[i] * p, y.prod()),
+        lambda p, y: scan(lambda c, a: (c.sin() + a * p, None), y.prod(), y)[0],
+        lambda p, y: while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1].sin() + y[s[0]] * p), (0, y.prod())
+        )[1],
+    ],
+    ids=["fori_loop", "scan", "while_loop"],
+)
+def test_loops_in_nested_vmaps_that_start_from_a_differentiated_value(
+    loop: Any, derivative: Any, batched: Any
+) -> None:
+    sizes = [size if own else 1 for size, own in zip((4, 2), batched, strict=True)]
+    p, y = torch.rand(sizes, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    given = p.reshape([size for size, own in zip((4, 2), batched, strict=True) if own])
+
+    def total(y: torch.Tensor) -> Any:
+        of_rows = vmap(lambda p, _: loop(p, y), (0 if batched[1] else None, 0))
+        of_all = vmap(lambda p, _: of_rows(p, torch.ones(2)), (0 if batched[0] else None, 0))
+        return of_all(given, torch.ones(4)).cos().sum()
+
+    def plain(y: torch.Tensor) -> Any:
+        c = y.prod()
+        for a in y:
+            c = c.sin() + a * p
+        return c.expand(4, 2).cos().sum()
+
+    slope = torch.func.jacrev(plain)
+    expected = (torch.func.jacrev(slope) if derivative is hessian else slope)(y)
+    torch.testing.assert_close(specialize(derivative(total))(y), expected)

@@ -3,7 +3,7 @@
 NOTE [bodies]
 While a body is traced, a :class:`BodyLevel` with a graph of its own replaces the trace's level.
 Each outer tensor that the body uses, passed in or closed over, becomes one input of that graph, so
-that the body is a function of tensors alone. For levels inside of the trace (a vmap in a specialized
+that the body is a function of tensors alone. For levels inside of the trace (a vmap in a traced
 function) the inputs are wrapped in tracers of the same levels. The states that these levels have
 captured have the body's level too, so that functions that they call (the rule of a ``custom_vmap``,
 a backward pass) record control flow in the body.
@@ -330,8 +330,9 @@ def _traced_level(value: Any) -> Any:
 def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int, Frame]:
     """Return the tracers that a tensor needs, by depth, each with its batch dim in front.
 
-    A tensor that a level differentiates by has the batch dims of all outer vmaps: its gradient
-    differs from example to example. ``levels`` are the active levels; by default the current ones.
+    A tensor that a level differentiates by has the batch dims of all vmaps outside of that level:
+    its gradient differs from example to example. ``levels`` are the active levels; by default the
+    current ones.
     """
     if not isinstance(value, Tracer):
         return {}
@@ -341,10 +342,11 @@ def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int
         for frame in stack.frames
         if frame.bdim is not None or not isinstance(frame.level, BatchLevel)
     }
-    if _any_recorded(value):
+    recording = [x.dispatch_level.depth for x in nested_tracers(value) if is_recorded(x)]
+    if recording:
         own = {frame.level.depth: frame.level for frame in stack.frames}
         for level in tls.state.levels if levels is None else levels:
-            if isinstance(level, BatchLevel) and level.depth <= value.dispatch_level.depth:
+            if isinstance(level, BatchLevel) and level.depth <= max(recording):
                 needed[level.depth] = Frame(own.get(level.depth, level), 0)
     return needed
 
