@@ -314,3 +314,30 @@ def test_loops_in_nested_vmaps_that_start_from_a_differentiated_value(
     slope = torch.func.jacrev(plain)
     expected = (torch.func.jacrev(slope) if derivative is hessian else slope)(y)
     torch.testing.assert_close(specialize(derivative(total))(y), expected)
+
+
+@pytest.mark.parametrize("outside", [vmap, lambda f: vmap(vmap(f)), jacrev])
+@pytest.mark.parametrize("derivative", [jacfwd, jacrev, hessian, lambda f: jacfwd(jacfwd(f))])
+@pytest.mark.parametrize(
+    "flow",
+    [
+        lambda q: fori_loop(0, 3, lambda i, c: c.sin() + q, q),
+        lambda q: while_loop(lambda c: c.sum() < 3, lambda c: c + q**2 + 1, q),
+        lambda q: cond(q.sum() > 0, torch.sin, torch.cos, q),
+        lambda q: checkpoint(torch.sin)(q),
+    ],
+    ids=["fori_loop", "while_loop", "cond", "checkpoint"],
+)
+def test_a_program_differentiates_by_a_closed_over_value_of_an_outer_level(
+    flow: Any, derivative: Any, outside: Any
+) -> None:
+    x = torch.rand(2, 2, 2, dtype=torch.float64) - 0.5
+
+    def of(wrap: Any) -> Any:
+        def f(v: torch.Tensor) -> Any:
+            v = v.reshape(-1)
+            return wrap(lambda one: one * derivative(flow)(v))(torch.ones(()))
+
+        return outside(f)(x)
+
+    torch.testing.assert_close(of(specialize), of(lambda f: f))
