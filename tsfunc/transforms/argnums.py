@@ -11,7 +11,6 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
 from tsfunc.bridge.tracers.current_level import current_tracer_level, tracer_level_outside
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
@@ -116,7 +115,7 @@ def traced_inputs(
     trace = current_trace()
     if trace is None or level is None or level is trace:
         return primals
-    return [x if is_traced(x) else trace.lift(x) for x in primals]
+    return [trace.lifted_here(x) for x in primals]
 
 
 def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:

@@ -26,7 +26,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.nesting import tensors_inside
+from tsfunc.bridge.tracers.nesting import tensors_inside, with_tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
     in_rerun,
@@ -262,9 +262,9 @@ def depends_on_leaves(value: Any, leaves: Sequence[torch.Tensor], since: int) ->
     Args:
         since: the smallest sequence number of a node that can depend on the leaves.
     """
-    tensors = (value, *tensors_inside(value)) if isinstance(value, torch.Tensor) else ()
     return any(
-        any(x is leaf for leaf in leaves) or _has_node_from(x, leaves, since) for x in tensors
+        any(x is leaf for leaf in leaves) or _has_node_from(x, leaves, since)
+        for x in with_tensors_inside(value)
     )
 
 

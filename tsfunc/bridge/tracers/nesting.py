@@ -46,12 +46,17 @@ def tensors_inside(value: Any) -> Iterator[torch.Tensor]:
             yield value
 
 
+def with_tensors_inside(value: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, and the tensors inside of it; none for another value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        yield from tensors_inside(value)
+
+
 def is_differentiated(value: Any) -> bool:
     """True if a tensor, or one inside of it, requires grad or has a tangent."""
-    if not isinstance(value, torch.Tensor):
-        return False
     with DisableTorchFunctionSubclass():
         return any(
             x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
-            for x in (value, *tensors_inside(value))
+            for x in with_tensors_inside(value)
         )

@@ -336,8 +336,9 @@ class Writer:
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
         inner = Writer(root, graph, self.exact)
-        inputs_of_graph = (x for x in self.graph.nodes if x.op in ("placeholder", "get_attr"))
-        inner.records = self.records or any(map(self.tracks, inputs_of_graph))
+        kinds = ("placeholder", "get_attr")
+        outer_inputs = (x for op in kinds for x in self.graph.find_nodes(op=op, sort=False))
+        inner.records = self.records or any(map(self.tracks, outer_inputs))
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
             graph.output(results)
