@@ -5,8 +5,10 @@ as the example has. A scan of one step serves all lengths. The product of the in
 weights does not depend on the step before, so it is a single product over all steps.
 
 NOTE [packed sequences]
-C++ code reads the sizes of the steps of a packed sequence as numbers, so the layers and
-``pad_packed_sequence`` have no form for a batch of packed sequences: vmap refuses them.
+C++ code reads the lengths of packed sequences as numbers. If the lengths are a plain tensor, which
+all examples share, packing and padding gather rows at positions that are numbers, and the layers
+run step by step in C++. With lengths that differ between examples, and those of a trace, vmap
+refuses the layers and the padding.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from torch.nn.functional import linear
 
 from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.decompositions import is_outside
+from tsfunc.bridge.tracers.decompositions import decomposition_of, is_outside, lifting_factories
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
 from tsfunc.errors import DataDependentError
 from tsfunc.user_code import user_location
@@ -150,21 +153,48 @@ def _is_packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
     name = func.__name__.lstrip("_")
     raise DataDependentError(
-        f"vmap: {name} of a packed sequence, at {user_location()}: expected padded sequences, "
-        f"since torch reads the lengths of packed ones as Python numbers, even if all examples "
-        f"have the same lengths. Pass the padded sequences to the layer and select each result at "
-        f"its length (outputs.gather(...)), or call the layer outside of the vmapped function."
+        f"vmap: {name} of a packed sequence, at {user_location()}: expected padded sequences, or "
+        f"lengths that all examples share and no program traces, since torch reads the lengths of "
+        f"packed ones as Python numbers. Pass the padded sequences to the layer and select each "
+        f"result at its length (outputs.gather(...)), or call the layer outside of the vmapped "
+        f"function."
     )
+
+
+def _packed(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Pack the sequences of a batch: NOTE [packed sequences]."""
+    x, lengths, batch_first = args
+    if not _is_batched(args) or type(lengths) not in PLAIN_TENSORS:
+        return call_torch(func, types, args, kwargs)
+    # torch checks the lengths, and returns the row of each packed element.
+    count, steps = x.shape[:2] if batch_first else x.shape[1::-1]
+    positions = torch.arange(count * steps).view(count, steps)
+    positions, batch_sizes = func(positions, lengths, True)
+    rows = (x if batch_first else x.transpose(0, 1)).flatten(0, 1)
+    return rows.index_select(0, positions.to(x.device)), batch_sizes
 
 
 def _padded(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Refuse packed sequences of a batch: NOTE [packed sequences]."""
-    level = innermost_level(args)
-    if isinstance(level, BatchLevel) and level.alive:
+    """Pad the packed sequences of a batch: NOTE [packed sequences]."""
+    if not _is_batched(args):
+        return call_torch(func, types, args, kwargs)
+    rows, batch_sizes, batch_first, value, total_length = args
+    if type(batch_sizes) not in PLAIN_TENSORS:
         _refuse_packed(func)
-    return call_torch(func, types, args, kwargs)
+    count = rows.shape[0]
+    positions, lengths = func(torch.arange(count), batch_sizes, batch_first, count, total_length)
+    filling = torch.full_like(rows[:1], value)
+    padded = torch.cat((rows, filling)).index_select(0, positions.flatten().to(rows.device))
+    return padded.unflatten(0, positions.shape), lengths
+
+
+def _is_batched(args: Sequence[Any]) -> bool:
+    level = innermost_level(args)
+    return isinstance(level, BatchLevel) and level.alive
 
 
 def _recurrent(
@@ -184,12 +214,18 @@ def _recurrent(
             return composed(*args, **kwargs)
     level = innermost_level(args)
     if isinstance(level, BatchLevel) and level.alive:
+        lifted = [lift_where(arg, level, is_outside) for arg in args]
         if _is_packed(func, args):
-            _refuse_packed(func)
-        args = tuple([lift_where(arg, level, is_outside) for arg in args])
+            if type(args[1]) not in PLAIN_TENSORS:
+                _refuse_packed(func)
+            layer = decomposition_of(getattr(torch.ops.aten, func.__name__).data)
+            with lifting_factories(level):
+                return layer(lifted[0], args[1], *lifted[2:], **kwargs)
+        args = tuple(lifted)
     return call_torch(func, types, args, kwargs)
 
 
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _recurrent, *_STEPS, *_FUNCTIONS)
+function_rules.add(Stage.METHOD, _packed, torch._VF._pack_padded_sequence)
 function_rules.add(Stage.METHOD, _padded, torch._VF._pad_packed_sequence)

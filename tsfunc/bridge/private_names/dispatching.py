@@ -393,13 +393,16 @@ def _sparse() -> None:
 
 
 @entry(
-    "Padding of packed sequences",
-    "torch._VF._pad_packed_sequence",
-    use="vmap refuses the padding of packed sequences with the remedy.",
+    "Packing and padding of sequences",
+    "torch._VF._pack_padded_sequence torch._VF._pad_packed_sequence",
+    use="vmap packs and pads sequences whose lengths all examples share, and refuses others.",
     stand_in="The error of the C++ function, which reads the sizes of a tracer as numbers.",
     risk=Risk.LOW,
 )
 def _padding() -> None:
+    x, lengths = torch.ones(2, 1, 3), torch.tensor([2])
+    packed, counts = torch._VF._pack_padded_sequence(x, lengths, False)
+    expect(packed.shape == (2, 3) and counts.tolist() == [1, 1], "one packed sequence")
     lengths = torch.tensor([1, 1])
     padded, counts = torch._VF._pad_packed_sequence(torch.ones(2, 3), lengths, False, 0.0, 2)
     expect(padded.shape == (2, 1, 3) and counts.tolist() == [2], "one padded sequence")

@@ -1,0 +1,77 @@
+"""Packed sequences under vmap: recurrent layers with lengths that all examples share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+
+import tsfunc
+
+
+def run_packed(layer: Callable[[Any], Any], lengths: Tensor, batch_first: bool, x: Tensor) -> Any:
+    x = x if batch_first else x.transpose(0, 1)
+    packed = rnn.pack_padded_sequence(x, lengths, batch_first, enforce_sorted=False)
+    out, states = layer(packed)
+    padded, counts = rnn.pad_packed_sequence(out, batch_first, padding_value=-2.0, total_length=6)
+    return padded, states, counts
+
+
+def stacked(examples: list[Any]) -> Any:
+    return optree.tree_map(lambda *leaves: torch.stack(leaves), *examples)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 4, 1], [2, 5, 1]])
+def test_against_the_loop(name: str, batch_first: bool, lengths: list[int]) -> None:
+    options: Any = {"num_layers": 2, "bidirectional": True, "batch_first": batch_first}
+    layer = getattr(nn, name)(3, 4, dtype=torch.float64, **options)
+    f = functools.partial(run_packed, layer, torch.tensor(lengths), batch_first)
+    batch = torch.randn(4, 3, 5, 3, dtype=torch.float64)
+    expected = stacked([f(x) for x in batch])
+    for dim in range(3):
+        torch.testing.assert_close(tsfunc.vmap(f, in_dims=dim)(batch.movedim(0, dim)), expected)
+    # Autograd differentiates through the layer by its closed-over weights.
+    tsfunc.vmap(lambda x: f(x)[0].sin().sum())(batch).sum().backward()
+    grads = torch.autograd.grad(sum(f(x)[0].sin().sum() for x in batch), list(layer.parameters()))
+    torch.testing.assert_close([p.grad for p in layer.parameters()], list(grads))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_derivatives(name: str, batch_first: bool) -> None:
+    layer = getattr(nn, name)(3, 4, dtype=torch.float64, batch_first=batch_first)
+    weights = {key: value.detach() for key, value in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        def run(packed: Any) -> Any:
+            return tsfunc.functional_call(layer, weights, (packed,))
+
+        padded, states, _ = run_packed(run, torch.tensor([2, 5, 1]), batch_first, x)
+        first = states if isinstance(states, Tensor) else states[0]
+        result: Tensor = padded.sin().sum() + first.square().sum()
+        return result
+
+    def by_autograd(weights: dict[str, Tensor], x: Tensor) -> Any:
+        leaves = {k: w.clone().requires_grad_() for k, w in weights.items()}
+        x = x.clone().requires_grad_()
+        *grads, of_x = torch.autograd.grad(loss(leaves, x), [*leaves.values(), x])
+        return dict(zip(leaves, grads, strict=True)), of_x
+
+    batch = torch.randn(4, 3, 5, 3, dtype=torch.float64)
+    expected = stacked([by_autograd(weights, x) for x in batch])
+    slopes = tsfunc.vmap(tsfunc.grad(loss, argnums=(0, 1)), in_dims=(None, 0))(weights, batch)
+    torch.testing.assert_close(slopes, expected)
+    forward = tsfunc.vmap(tsfunc.jacfwd(loss, argnums=1), in_dims=(None, 0))(weights, batch)
+    torch.testing.assert_close(forward, expected[1])
+    many = {key: torch.stack([value, value / 2, -value]) for key, value in weights.items()}
+    each = tsfunc.vmap(tsfunc.grad(loss), in_dims=(0, None))(many, batch[0])
+    alone = [by_autograd({k: v[i] for k, v in many.items()}, batch[0])[0] for i in range(3)]
+    torch.testing.assert_close(each, stacked(alone))
