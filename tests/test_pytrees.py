@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+import tsfunc
 from tsfunc import pytrees
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -164,6 +166,59 @@ def test_structures_distinguish_the_constants_of_a_dataclass() -> None:
     assert pytrees.structure_of(one) != pytrees.structure_of(two)
     assert pytrees.structure_of(one) != pytrees.structure_of(Named(X))
     assert "x" in str(pytrees.structure_of(one))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    weight: Tensor
+    activation: Callable[[Tensor], Tensor] = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(default=2.0, metadata={"static": True})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.activation(self.weight @ x) * self.scale
+
+
+def test_static_fields_are_kept() -> None:
+    model = Model(torch.eye(3), torch.tanh)
+    assert pytrees.leaves_of(model) == [model.weight]
+    assert pytrees.structure_of(model) == pytrees.structure_of(Model(X, torch.tanh))
+    assert pytrees.structure_of(model) != pytrees.structure_of(Model(X, torch.sin))
+    assert pytrees.structure_of(model) != pytrees.structure_of(Model(X, torch.tanh, 3.0))
+
+
+def test_transforms_of_functions_of_a_model_with_static_fields() -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    def by_weight(activation: Callable[[Tensor], Tensor], scale: float) -> Tensor:
+        def of_weight(weight: Tensor, x: Tensor) -> Tensor:
+            return (activation(weight @ x) * scale).square().sum()
+
+        expected: Tensor = torch.func.vmap(torch.func.grad(of_weight), (None, 0))(weight, batch)
+        return expected
+
+    weight, batch = torch.randn(3, 3), torch.randn(4, 3)
+    per_example = tsfunc.vmap(tsfunc.grad(loss), in_dims=(None, 0))
+    program = tsfunc.specialize(per_example)
+    for activation, scale in ((torch.tanh, 2.0), (torch.sin, 2.0), (torch.sin, 3.0)):
+        model = Model(weight, activation, scale)
+        for gradient in (per_example(model, batch), program(model, batch)):
+            assert isinstance(gradient, Model) and gradient.activation is activation
+            torch.testing.assert_close(gradient.weight, by_weight(activation, scale))
+
+
+def test_errors_name_the_field_to_declare_static() -> None:
+    wrong = State(X)  # its step is a number
+    for call in (
+        lambda: tsfunc.grad(lambda state: state.x.sum())(wrong),
+        lambda: tsfunc.vjp(lambda state: state.x, wrong),
+        lambda: tsfunc.jvp(lambda state: state.x, (wrong,), (wrong,)),
+        lambda: tsfunc.vmap(lambda state: state.x)(wrong),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=r"of State .*step: \.\.\. = datac"):
+            call()
+    with pytest.raises(ValueError, match=r"got <class 'int'>\.(\n|$)"):
+        tsfunc.grad(lambda pair: pair[0].sum())((X, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ registration by the user.
 NOTE [dataclasses as containers]
 The children of a dataclass container are its fields and its other attributes that hold tensors.
 Other attributes are kept unchanged, except cached properties, which are computed again on the new
-instance. A new instance gets its attributes without a call of ``__init__``: every attribute
-already has a value, and ``__post_init__`` can compute another value for one example than for the
-batch. A dataclass is a leaf if it defines ``__new__``, or if its instances hold no tensor
-(settings, a configuration).
+instance. Fields without tensors whose metadata says ``static=True``, as in JAX, are kept, too. A
+new instance gets its attributes without a call of ``__init__``: every attribute already has a
+value, and ``__post_init__`` can compute another value for one example than for the batch. A
+dataclass is a leaf if it defines ``__new__``, or if its instances hold no tensor (settings, a
+configuration).
 """
 
 from __future__ import annotations
@@ -88,6 +89,18 @@ def spelled(structure: optree.PyTreeSpec) -> str:
     """
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
     return re.sub(r"(, NoneIsLeaf|, namespace='\w*')+$", "", text)
+
+
+def static_advice(structure: optree.PyTreeSpec, index: int) -> str:
+    """Return advice about a leaf that is not a tensor: a sentence if a dataclass holds it."""
+    accessor = structure.accessors()[index]
+    if not accessor or not isinstance(accessor[-1], optree.DataclassEntry):
+        return ""
+    entry = accessor[-1]
+    return (
+        f" A field that is not a tensor can be declared as data of {entry.type.__qualname__} that "
+        f'stays as it is: {entry.name}: ... = dataclasses.field(metadata={{"static": True}}).'
+    )
 
 
 def children_of(tree: Any) -> list[Any]:
@@ -255,7 +268,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     """Return the children of a dataclass, the data to rebuild it, and the children's names."""
-    fields = {field.name for field in dataclasses.fields(value)}
+    fields = {f.name for f in dataclasses.fields(value) if not f.metadata.get("static")}
     attributes = _attributes(value)
     kept = {
         name: attribute

@@ -310,3 +310,21 @@ def test_generator_functions_are_refused_where_they_are_called() -> None:
         vmap(later)(x)  # type: ignore[unused-coroutine]
     first, second = vmap(lambda x: list(steps(x)))(x)
     assert first.equal(x * 2) and second.equal(x * 3)
+
+
+def test_a_module_is_named_by_its_class() -> None:
+    """Its repr has a line for each submodule."""
+
+    class Deep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(9)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    for call in (vmap(Deep()), specialize(vmap(Deep(), data_dependent="split"))):
+        with pytest.raises(DataDependentError) as caught:
+            call(X)
+        assert "vmap(Deep), at " in str(caught.value)
+        assert "Linear" not in str(caught.value)

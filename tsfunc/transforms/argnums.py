@@ -133,11 +133,12 @@ def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None
 def flatten_tensors(api: str, label: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(tree)
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
+            advice = array_advice(leaf) or pytrees.static_advice(spec, i)
             raise ValueError(
                 f"{api}: Expected {label} to only contain Tensors. Thing passed to transform API "
-                f"must be Tensor, got {type(leaf)}.{array_advice(leaf)}"
+                f"must be Tensor, got {type(leaf)}.{advice}"
             )
     return all_as_seen_by_current_level(leaves), spec
 

@@ -171,11 +171,11 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
     for label, leaves in (("primals", flat), ("tangents", directions)):
         if not leaves:
             raise RuntimeError(f"{api}: Expected {label} to contain at least one Tensor.")
-        for leaf in leaves:
+        for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
+                advice = array_advice(leaf) or pytrees.static_advice(spec, i)
                 raise RuntimeError(
-                    f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}."
-                    f"{array_advice(leaf)}"
+                    f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}.{advice}"
                 )
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
         if not same_sizes(x, t) or x.dtype != t.dtype:

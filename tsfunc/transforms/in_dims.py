@@ -231,7 +231,7 @@ def mapped(
             continue
         if not isinstance(value, torch.Tensor):
             if value is not None:
-                _refuse_value(spec, value, dim, _name_at(spec, given, len(bdims)))
+                _refuse_value(spec, value, dim, given, len(bdims))
             bdims.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in PLAIN_TENSORS and is_nested(value):
@@ -294,7 +294,7 @@ def _name_at(spec: Spec, given: Any, index: int) -> str:
     return _names(spec, given)[index]
 
 
-def _refuse_value(spec: Spec, value: Any, dim: int, name: str) -> None:
+def _refuse_value(spec: Spec, value: Any, dim: int, given: Any, index: int) -> None:
     hint = ""
     if is_array(value):
         hint = ", or convert it: torch.from_numpy(array)"
@@ -302,12 +302,13 @@ def _refuse_value(spec: Spec, value: Any, dim: int, name: str) -> None:
         kind = type(value).__qualname__
         hint = (
             f". To map over the tensors that it holds, make {kind} a dataclass, or register it: "
-            f'optree.register_pytree_node({kind}, flatten, unflatten, namespace="tsfunc").'
+            f'optree.register_pytree_node({kind}, flatten, unflatten, namespace="tsfunc")'
         )
+    advice = pytrees.static_advice(pytrees.structure_of(given), index)
     raise ValueError(
         f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
         f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
-        f"the respective in_dim{hint}. The input is {name}."
+        f"the respective in_dim{hint}. The input is {_name_at(spec, given, index)}.{advice}"
     )
 
 

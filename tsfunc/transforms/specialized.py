@@ -99,7 +99,6 @@ class Specialized(Generic[_Params, _Result]):
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
-        # The repr of a module has a line for each submodule.
         self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
