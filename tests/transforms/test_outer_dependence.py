@@ -92,3 +92,58 @@ def test_jvp_of_jacrev_in_chunks(chunk_size: int | None, mapped: bool) -> None:
     x = torch.stack([X, X + 1]) if mapped else X
     tangent = tsfunc.jvp(function, (x,), (x.cos(),))[1]
     torch.testing.assert_close(tangent, torch.diag_embed(-x.sin() * x.cos()))
+
+
+# Each maps a pullback over cotangents, or a pushforward over tangents, that depend on ``t`` and on
+# the mapped ``k``; some differentiate by one of these outside or inside of the vmap.
+MAPPED: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "vmap": lambda lib, p, t: lib.vmap(lambda k: p(k * t))(Y).sin(),
+    "grad of vmap": lambda lib, p, t: lib.grad(
+        lambda t: lib.vmap(lambda k: p(t * k))(Y).sin().sum()
+    )(t),
+    "grad of two vmaps": lambda lib, p, t: lib.grad(
+        lambda t: lib.vmap(lib.vmap(lambda k: p(t * k)))(Y[None]).sin().sum()
+    )(t),
+    "jacrev of vmap": lambda lib, p, t: lib.jacrev(lambda t: lib.vmap(lambda k: p(t * k))(Y))(t),
+    "hessian of vmap": lambda lib, p, t: lib.hessian(
+        lambda t: lib.vmap(lambda k: p(t * k).sin().sum())(Y).sum()
+    )(t),
+    "vmap of grad": lambda lib, p, t: lib.vmap(lib.grad(lambda k: p(t * k).sin().sum()))(Y),
+    "vmap of grad by t": lambda lib, p, t: lib.vmap(
+        lambda k: lib.grad(lambda t: p(t * k).sin().sum())(t)
+    )(Y),
+}
+AROUND: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda lib, f: f(X, X.exp()),
+    "vmap": lambda lib, f: lib.vmap(f)(XS, XS.exp()),
+    "grad": lambda lib, f: lib.grad(lambda v, t: f(v, t).sin().sum(), (0, 1))(X, X.exp()),
+    "vmap of grad": lambda lib, f: lib.vmap(
+        lib.grad(lambda v, t: f(v, t).sin().sum(), argnums=(0, 1))
+    )(XS, XS.exp()),
+    "grad of vmap": lambda lib, f: lib.grad(
+        lambda v, t: lib.vmap(f)(v, t).sin().sum(), argnums=(0, 1)
+    )(XS, XS.exp()),
+}
+XS = torch.stack([X, X.cos(), X * 3])
+LINEAR = {
+    "pullback": lambda v: lambda ct: VJP(lambda v: v.sin() * 2, v)[1](ct)[0],
+    "pullback made once": lambda v: (lambda pull: lambda ct: pull(ct)[0])(
+        VJP(lambda v: v.sin() * 2, v)[1]
+    ),
+    "pushforward": lambda v: tsfunc.linearize(lambda v: v.sin() * 2, v)[1],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tsfunc.specialize], ids=["plain", "specialize"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("linear", LINEAR)
+def test_a_linear_map_keeps_the_derivatives_of_the_mapped_vectors_that_it_takes(
+    linear: str, mapped: str, around: str, wrap: Any
+) -> None:
+    program = wrap(lambda v, t: MAPPED[mapped](tsfunc, LINEAR[linear](v), t))
+    expected = AROUND[around](
+        torch.func,
+        lambda v, t: MAPPED[mapped](torch.func, lambda ct: v.cos() * 2 * ct, t),
+    )
+    torch.testing.assert_close(AROUND[around](tsfunc, program), expected)

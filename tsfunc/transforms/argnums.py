@@ -106,10 +106,11 @@ def values_of_ended_levels(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
 def traced_inputs(
     primals: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> Sequence[torch.Tensor]:
-    """Return the tensors to differentiate by as values of the current trace, if there is one.
+    """Return primals or cotangents as values of the current trace, if there is one.
 
     As a constant of the level, a tensor could not be an operand of the program's control flow and
-    also be the tensor that is differentiated by.
+    also be the tensor that is differentiated by. The batch dims of a cotangent from a vmap around
+    the trace would be taken for those of a vmap in it.
     """
     primals = values_of_ended_levels(primals)
     trace = current_trace()

@@ -36,7 +36,6 @@ from tsfunc.transforms.argnums import (
     sizes_text,
     split_aux,
     traced_inputs,
-    values_of_ended_levels,
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.types.values import array_advice
@@ -228,7 +227,7 @@ def _push(
     """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
     with dual_level(level), refusing_distribution():
-        pairs = zip(traced_inputs(flat, level), values_of_ended_levels(directions), strict=True)
+        pairs = zip(traced_inputs(flat, level), traced_inputs(directions, level), strict=True)
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)

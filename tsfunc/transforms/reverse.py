@@ -106,6 +106,7 @@ class RecordedRun:
     def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
         """Return a cotangent for each input; zeros if no output depends on the input."""
         level = self.level
+        cotangents = traced_inputs(cotangents, level)
         lifted = [autograd.lift(ct, level) for ct in cotangents]
         # The grad mode at the pull decides: vjp and its pullback may be called under two modes.
         create = torch.is_grad_enabled() and (

@@ -16,9 +16,12 @@ from tsfunc import (
     hessian,
     jacfwd,
     jacrev,
+    jvp,
+    linearize,
     scan,
     specialize,
     switch,
+    vjp,
     vmap,
     while_loop,
 )
@@ -316,9 +319,7 @@ def test_loops_in_nested_vmaps_that_start_from_a_differentiated_value(
     torch.testing.assert_close(specialize(derivative(total))(y), expected)
 
 
-@pytest.mark.parametrize("outside", [vmap, lambda f: vmap(vmap(f)), jacrev])
-@pytest.mark.parametrize("derivative", [jacfwd, jacrev, hessian, lambda f: jacfwd(jacfwd(f))])
-@pytest.mark.parametrize(
+FLOWS = pytest.mark.parametrize(
     "flow",
     [
         lambda q: fori_loop(0, 3, lambda i, c: c.sin() + q, q),
@@ -328,6 +329,11 @@ def test_loops_in_nested_vmaps_that_start_from_a_differentiated_value(
     ],
     ids=["fori_loop", "while_loop", "cond", "checkpoint"],
 )
+
+
+@pytest.mark.parametrize("outside", [vmap, lambda f: vmap(vmap(f)), jacrev])
+@pytest.mark.parametrize("derivative", [jacfwd, jacrev, hessian, lambda f: jacfwd(jacfwd(f))])
+@FLOWS
 def test_a_program_differentiates_by_a_closed_over_value_of_an_outer_level(
     flow: Any, derivative: Any, outside: Any
 ) -> None:
@@ -339,5 +345,34 @@ def test_a_program_differentiates_by_a_closed_over_value_of_an_outer_level(
             return wrap(lambda one: one * derivative(flow)(v))(torch.ones(()))
 
         return outside(f)(x)
+
+    torch.testing.assert_close(of(specialize), of(lambda f: f))
+
+
+@pytest.mark.parametrize("outside", [vmap, lambda f: vmap(vmap(f))])
+@pytest.mark.parametrize("inside", [vmap, lambda f: f])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, v, t: vjp(f, v)[1](t)[0],
+        lambda f, v, t: jvp(f, (v,), (t,))[1],
+        lambda f, v, t: linearize(f, v)[1](t),
+        lambda f, v, t: jvp(lambda v: vjp(f, v)[1](t)[0], (v,), (t,))[1],
+        lambda f, v, t: jvp(lambda v: jvp(f, (v,), (t,))[1], (v,), (t,))[1],
+    ],
+    ids=["vjp", "jvp", "linearize", "jvp of vjp", "jvp of jvp"],
+)
+@FLOWS
+def test_a_program_takes_a_closed_over_cotangent_or_tangent_of_an_outer_level(
+    flow: Any, derivative: Any, inside: Any, outside: Any
+) -> None:
+    t, v = torch.rand(2, 2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)
+
+    def of(wrap: Any) -> Any:
+        def f(t: torch.Tensor) -> Any:
+            t = t.reshape(-1)[:3]
+            return wrap(inside(lambda v: derivative(flow, v.reshape(-1)[:3], t)))(v)
+
+        return outside(f)(t)
 
     torch.testing.assert_close(of(specialize), of(lambda f: f))

@@ -193,11 +193,22 @@ def outside_graph(grad_mode: bool) -> Iterator[None]:
 
 
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
-    """True if the value depends on an outer differentiated input of the same level."""
-    if level is not None and not _belongs_to(value, level):
-        return False
+    """True if the value depends on an outer differentiated input of the level, or of an inner one.
+
+    A tracer of a level further in does not require grad if only the value that it wraps does.
+    """
     with DisableTorchFunctionSubclass():
-        return any(part.requires_grad for part in _with_tangents((value,), level))
+        for x in with_tensors_inside(value):
+            if level is not None and not _belongs_to_or_is_inside(x, level):
+                return False
+            if any(part.requires_grad for part in _with_tangents((x,), level)):
+                return True
+    return False
+
+
+def _belongs_to_or_is_inside(value: Any, level: TracerLevel) -> bool:
+    inside = isinstance(value, Tracer) and value.dispatch_level.depth > level.depth
+    return inside or _belongs_to(value, level)
 
 
 def _with_tangents(
