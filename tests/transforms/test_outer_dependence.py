@@ -94,6 +94,8 @@ def test_jvp_of_jacrev_in_chunks(chunk_size: int | None, mapped: bool) -> None:
     torch.testing.assert_close(tangent, torch.diag_embed(-x.sin() * x.cos()))
 
 
+XS = torch.stack([X, X.cos(), X * 3])
+
 # Each maps a pullback over cotangents, or a pushforward over tangents, that depend on ``t`` and on
 # the mapped ``k``; some differentiate by one of these outside or inside of the vmap.
 MAPPED: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
@@ -124,8 +126,7 @@ AROUND: dict[str, Callable[[Any, Any], Any]] = {
         lambda v, t: lib.vmap(f)(v, t).sin().sum(), argnums=(0, 1)
     )(XS, XS.exp()),
 }
-XS = torch.stack([X, X.cos(), X * 3])
-LINEAR = {
+LINEAR: dict[str, Callable[[Any], Any]] = {
     "pullback": lambda v: lambda ct: VJP(lambda v: v.sin() * 2, v)[1](ct)[0],
     "pullback made once": lambda v: (lambda pull: lambda ct: pull(ct)[0])(
         VJP(lambda v: v.sin() * 2, v)[1]
@@ -147,3 +148,40 @@ def test_a_linear_map_keeps_the_derivatives_of_the_mapped_vectors_that_it_takes(
         lambda v, t: MAPPED[mapped](torch.func, lambda ct: v.cos() * 2 * ct, t),
     )
     torch.testing.assert_close(AROUND[around](tsfunc, program), expected)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t * 1,
+    "expanded": lambda t: t[:1].expand(3, 2),
+    "select": lambda t: torch.stack([t, t])[1],
+}
+
+
+@pytest.mark.parametrize("around", ["jvp", "grad", "vmap of jvp", "vmap of grad"])
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("primal", LAYOUTS)
+def test_tangents_of_another_layout_than_their_primals_keep_their_outer_dependence(
+    primal: str, first: str, second: str, around: str
+) -> None:
+    laid, dv, du = LAYOUTS[primal], LAYOUTS[first], LAYOUTS[second]
+
+    def twice(v: torch.Tensor, t: torch.Tensor) -> Any:
+        push = lambda v: tsfunc.jvp(torch.sin, (laid(v),), (dv(t),))[1]  # noqa: E731
+        return tsfunc.jvp(push, (v,), (du(t),))[1]
+
+    def expected(v: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return -laid(v).sin() * dv(t) * laid(du(t))
+
+    def derivative(lib: Any, f: Any) -> Any:
+        def at(v: torch.Tensor, t: torch.Tensor) -> Any:
+            if "jvp" in around:
+                return lib.jvp(f, (v, t), (t.cos(), v.cos()))
+            return lib.grad(lambda v, t: f(v, t).cos().sum(), argnums=(0, 1))(v, t)
+
+        v, t = XS, XS.exp()
+        if "vmap" in around:
+            return lib.vmap(at)(torch.stack([v, t]), torch.stack([t.sin(), v]))
+        return at(v, t)
+
+    torch.testing.assert_close(derivative(tsfunc, twice), derivative(torch.func, expected))

@@ -440,25 +440,23 @@ def make_dual(
 ) -> torch.Tensor:
     """Return the dual tensor of a primal and its tangent, as a tensor of the level."""
     primal, tangent = lift(primal, level), lift(tangent, level)
+    if 0 in primal.stride():
+        # torch gives a tangent the strides of its primal, which fails for an expanded primal.
+        primal = primal.contiguous()
+    if not _known_to_have_equal_strides(primal, tangent) or differentiated_by_outer((tangent,)):
+        # torch copies a tangent that is laid out in another way than its primal, without the
+        # function handlers: NOTE [operands of outer levels].
+        zeros = torch.ops.aten._new_zeros_with_same_feature_meta(tangent, primal)
+        tangent = zeros.copy_(tangent)
     with DisableTorchFunctionSubclass():
-        if 0 in primal.stride():
-            # torch gives a tangent the strides of its primal, which fails for an expanded primal.
-            primal = primal.contiguous()
-        if not _known_to_have_equal_strides(primal, tangent):
-            zeros = torch.ops.aten._new_zeros_with_same_feature_meta(tangent, primal)
-            tangent = zeros.copy_(tangent)
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
 
 
 def _known_to_have_equal_strides(primal: torch.Tensor, tangent: torch.Tensor) -> bool:
-    """Return False if equal strides depend on symbolic sizes: torch would add a guard on these."""
-    steps, others = primal.stride(), tangent.stride()
-    if all(type(step) is int for step in (*steps, *others)):
-        return True  # torch compares them
-    return all(
-        statically_known_true(step == other) for step, other in zip(steps, others, strict=True)
-    )
+    """True if the strides are equal, whatever the values of their symbolic sizes."""
+    pairs = zip(primal.stride(), tangent.stride(), strict=True)
+    return all(statically_known_true(step == other) for step, other in pairs)
 
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
