@@ -279,6 +279,28 @@ def test_causes_are_folded_too() -> None:
         assert not [f for f in frames(each) if f.filename.startswith(LIBRARIES)]
 
 
+def test_methods_of_specialized_functions_and_programs_are_folded(tmp_path: Path) -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    @specialize
+    def step(x: torch.Tensor) -> None:
+        (weight * x).sum().backward()
+
+    step(torch.ones(2))
+    double = specialize(lambda x: 2 * x)
+    double(torch.ones(2))
+    absent = tmp_path / "absent" / "program.tsf"
+    for call in (
+        lambda: step.save(tmp_path / "step.tsf"),
+        lambda: step.to_exported_program(),
+        lambda: double.lower({"y": MetaTensorType([3])}),
+        lambda: double.save(absent),
+        lambda: double.program.save(absent),
+        lambda: step.program.to_exported_program(),
+    ):
+        assert frames(raised(call))[-1].filename == __file__
+
+
 @pytest.mark.parametrize("key", ["momentum", 3, ("a", 1)])
 @pytest.mark.parametrize("transform", [vmap, specialize])
 def test_a_key_error_keeps_its_key(transform: Function, key: Any) -> None:

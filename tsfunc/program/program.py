@@ -25,8 +25,10 @@ from tsfunc.program.graphs.properties import ProgramProperties, draw, properties
 from tsfunc.program.graphs.torch_operators import in_torch_operators
 from tsfunc.program.guarding.call_spec import conditions_among
 from tsfunc.program.passes.verify import verify
+from tsfunc.user_code import folded_class
 
 
+@folded_class
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(ProgramData):
     """A traced function.

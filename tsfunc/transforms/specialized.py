@@ -55,7 +55,7 @@ from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.compiled import in_order
 from tsfunc.types.reading import signature_of
-from tsfunc.user_code import fold, is_boundary, name_of, spelled, warn
+from tsfunc.user_code import fold, folded_class, is_boundary, name_of, spelled, warn
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
     from tsfunc.program.files.program_state import CellState
@@ -67,6 +67,7 @@ _Owner = TypeVar("_Owner")
 register_all()  # so that files know the values that programs may hold
 
 
+@folded_class
 class Specialized(Generic[_Params, _Result]):
     """A function that runs as programs; made by :func:`specialize`.
 

@@ -34,6 +34,7 @@ from tsfunc.bridge.mesh.agreement import agree_on_program
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
+from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.compiled_derivatives import (
     call_differentiably,
@@ -396,7 +397,7 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     examples = []
     for x in tensors:
         if x.layout is torch.strided and not x.is_conj() and not x.is_neg():
-            memory = x.untyped_storage().data_ptr()
+            memory = storage_address(x)
             if memory in known:
                 x = _with_own_memory(x).requires_grad_(x.requires_grad)
             known.add(memory)
