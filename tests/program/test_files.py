@@ -461,6 +461,24 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"a tensor of layout torch.sparse_coo"):
             f.save(tmp_path / "f.tsf")
 
+    def test_saving_compiles_nothing(self, tmp_path: Path) -> None:
+        compiled: list[torch.fx.GraphModule] = []
+
+        def backend(module: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+            compiled.append(module)
+            return module.forward
+
+        layer = torch.nn.Linear(4, 3)
+        f = specialize(layer, {"input": Meta(["n", 4])}, backend=backend)
+        f(torch.randn(5, 4))
+        count = len(compiled)
+        f.save(tmp_path / "layer.tsf")
+        assert len(compiled) == count == 1
+        loaded = load(tmp_path / "layer.tsf")
+        for n in (0, 1, 6):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(loaded(x), layer(x))
+
     def test_nothing_to_save(self, tmp_path: Path) -> None:
         f = specialize(lambda x: x)
         with pytest.raises(RuntimeError, match="there is no program yet"):

@@ -279,6 +279,18 @@ def test_causes_are_folded_too() -> None:
         assert not [f for f in frames(each) if f.filename.startswith(LIBRARIES)]
 
 
+def test_a_nan_in_a_program_is_at_the_users_line() -> None:
+    def logarithm(x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+    program = specialize(logarithm)
+    program(torch.ones(2))
+    with tsfunc.debug.nans():
+        error = raised(lambda: program(-torch.ones(2)))
+    assert {frame.filename for frame in frames(error)} == {__file__}
+    assert frames(error)[-1].name == "logarithm"
+
+
 def test_methods_of_specialized_functions_and_programs_are_folded(tmp_path: Path) -> None:
     weight = torch.ones(2, requires_grad=True)
 

@@ -169,11 +169,13 @@ class Specialized(Generic[_Params, _Result]):
             try:
                 if isinstance(error, NanError):
                     self._find_nan(args, kwargs)
+                fold(error, self._label, functools.partial(self._named, args, kwargs))
+                raise
             except NanError as better:
-                fold(better, self._label)
-                raise better from None
-            fold(error, self._label, functools.partial(self._named, args, kwargs))
-            raise
+                if better is not error:
+                    better.__suppress_context__ = True
+                    fold(better, self._label)
+                raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
         out = self.func(*args, **kwargs)

@@ -40,6 +40,7 @@ def variants_of_entry(
     """Return entries for variations of an entry's call that no other entry serves."""
     if tracing_here():
         return []
+    target = dataclasses.replace(target, backend=None)  # a file has no compiled code
     entries = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
     arguments = _tensors_of_arguments(entry.call_spec)
     everything = frozenset().union(*arguments)
