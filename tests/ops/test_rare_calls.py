@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.ops.harness import SIZE, Level
 from tests.ops.test_distributions import alike
-from tsfunc import grad, vmap
+from tsfunc import grad, jvp, vmap
 from tsfunc.ops import find
 from tsfunc.ops.dims import op_name
 from tsfunc.ops.splitting import groups_of
@@ -60,6 +60,42 @@ def test_dropout_gives_the_two_numbers_that_torch_gives(
     out = vmap(lambda x: dropout(x, p, training=True), randomness=randomness)(ones).unique()
     assert len(want) == 2
     torch.testing.assert_close(out, want)
+
+
+@each("in_dim", [0, 1, -1])
+@each("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"])
+def test_only_calls_in_training_draw_in_any_order_of_calls(name: str, in_dim: int) -> None:
+    torch_function = getattr(torch, name)
+    numbers = (0.1, 0.3) if name == "rrelu" else (0.5,)
+    example = torch.randn(2, 3, 10, dtype=torch.float64)
+
+    def call(x: Tensor, train: bool) -> Tensor:
+        out: Tensor = torch_function(x, *numbers, train)
+        return out
+
+    def gradient(x: Tensor, train: bool) -> Tensor:
+        out: Tensor = grad(lambda x: call(x, train).sin().sum())(x)
+        return out
+
+    towers: list[Callable[..., Tensor]] = [
+        call,
+        gradient,
+        lambda x, train: jvp(lambda x: call(x, train), (x,), (x.cos(),))[1],
+        lambda x, train: vmap(lambda x: call(x, train), randomness=randomness)(x),
+    ]
+    for tower, train in random.sample([*itertools.product(towers, (False, True, False))], 12):
+        x = torch.stack([example, example + 1, example * 2], in_dim)
+        randomness = random.choice(["error", "same", "different", "split"])
+        mapped = vmap(tower, in_dims=(in_dim, None), randomness=randomness)
+        if train and randomness == "error":
+            with pytest.raises(RuntimeError, match="randomness"):
+                mapped(x, train)
+        elif train:
+            out = mapped(x, train)
+            assert not out[0].equal(tower(example, False))
+        else:
+            want = torch.stack([tower(example, False) for example in x.unbind(in_dim)])
+            torch.testing.assert_close(mapped(x, train), want)
 
 
 @each("dtype", [None, torch.int32, torch.float64])

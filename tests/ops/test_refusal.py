@@ -120,6 +120,15 @@ def test_the_message_is_that_of_torch_with_the_value() -> None:
     assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nested_vmaps_say_the_shapes_of_the_example_once(dtype: torch.dtype) -> None:
+    x, y = torch.ones(3, SIZE, 2, 2), torch.ones(3, SIZE, 2, dtype=dtype)
+    with pytest.raises(RuntimeError, match="mm was called") as caught:
+        tsfunc.vmap(tsfunc.vmap(torch.mm))(x, y)
+    assert str(caught.value).count("nside of vmap") == 1
+    assert str(caught.value).count("examples of shape (2, 2), (2,)") == 1
+
+
 def test_the_message_says_the_dtypes_where_they_differ() -> None:
     x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="Inside of vmap, mm was called") as caught:

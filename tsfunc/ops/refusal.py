@@ -47,8 +47,11 @@ def raise_as_one_example(op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs) 
         call = f"{function_name(op)} was called on examples of shape {shapes}"
         if len({x.dtype for x in tensors}) > 1:
             call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
-            raise type(error)(f"{error}\nInside of vmap, {call}.") from None
-        raise type(error)(f"{error}\nShape mismatch inside of vmap: {call}.") from None
+            shown = f"\nInside of vmap, {call}."
+        else:
+            shown = f"\nShape mismatch inside of vmap: {call}."
+        # An outer vmap, of which the examples are tracers, has appended the same line.
+        raise type(error)(f"{error}".removesuffix(shown) + shown) from None
     return NotImplemented
 
 

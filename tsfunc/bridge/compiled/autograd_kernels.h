@@ -12,14 +12,19 @@
 
 namespace {
 
-// True if the values of a call, or values inside of these, may be differentiated more than once.
-bool may_need_replacement(const Stack& arguments, bool first_order) {
+// Conditions of kernels in Python: a call that does not meet its kernel's condition goes on in C++.
+using Condition = bool (*)(const c10::OperatorHandle&, const Stack&);
+
+// True if the values of a call, or values inside of these, may be differentiated (more than once).
+template <bool more_than_once>
+bool differentiated(const c10::OperatorHandle&, const Stack& arguments) {
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) return false;
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) return true;
   bool recorded = false, may = false;
   for (const c10::IValue& value : arguments)
     each_tensor(value, [&](const at::Tensor& tensor) { recorded |= tensor.requires_grad(); });
   recorded &= at::GradMode::is_enabled();
-  if (!recorded || !first_order) return recorded;
+  if (!recorded || !more_than_once) return recorded;
   for (const c10::IValue& value : arguments)
     each_tensor(value, [&](const at::Tensor& tensor) {
       Owned object(THPVariable_Wrap(tensor));
@@ -35,19 +40,34 @@ bool may_need_replacement(const Stack& arguments, bool first_order) {
   return may;
 }
 
-// The kernel of an operator whose formula torch replaces: second_order.py. Most calls need none.
-class Replacement : public c10::OperatorKernel {
+// A dropout that is not in training draws nothing: operators.draws.
+bool training(const c10::OperatorHandle& op, const Stack& arguments) {
+  const auto& schema = op.schema().arguments();
+  for (size_t i = 0; i < schema.size(); ++i)
+    if (schema[i].name() == "train" || schema[i].name() == "training")
+      return !arguments[i].isBool() || arguments[i].toBool();
+  return true;
+}
+
+Condition condition_of(std::string_view name) {
+  if (name == "differentiated") return &differentiated<false>;
+  if (name == "differentiated more than once") return &differentiated<true>;
+  TORCH_CHECK(name == "training", "expected the name of a condition, got ", name);
+  return &training;
+}
+
+// A kernel in Python that most calls do not need.
+class ConditionalKernel : public c10::OperatorKernel {
  public:
-  Replacement(PyObject* kernel, bool first_order)
-      : kernel_(Py_NewRef(kernel)), first_order_(first_order) {}
+  ConditionalKernel(PyObject* kernel, Condition condition)
+      : kernel_(Py_NewRef(kernel)), condition_(condition) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const size_t count = op.schema().arguments().size();
     {
       py::gil_scoped_acquire gil;
       Stack arguments(stack->end() - count, stack->end());
-      if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView) &&
-          may_need_replacement(arguments, first_order_)) {
+      if (condition_(op, arguments)) {
         Owned set(py::cast(keys).release().ptr());
         Owned out = Arguments(op, arguments).call(kernel_, set.get());
         return return_results(op, stack, results_of(op, out.get()));
@@ -60,7 +80,7 @@ class Replacement : public c10::OperatorKernel {
 
  private:
   PyObject* kernel_;  // held for the life of the process
-  bool first_order_;
+  Condition condition_;
 };
 
 // lazy_conjugates.py: autograd sees the copy of a lazy conjugate that C++ makes below it.
@@ -83,15 +103,15 @@ torch::Library* mode_library() {
   return library;
 }
 
-// replace(name, kernel, first_order): register the kernel of an operator with a replacement for the
-// key of random functions.
-PyObject* replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// register_if(name, condition, kernel): register a kernel in Python for the key of random functions,
+// of the calls that meet the condition.
+PyObject* register_if(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 3, "replace(): expected 3 arguments, got ", count);
+  TORCH_CHECK(count == 3, "register_if(): expected 3 arguments, got ", count);
   mode_library()->impl(
       PyUnicode_AsUTF8(args[0]),
-      torch::CppFunction::makeFromBoxedFunctor(
-          std::make_unique<Replacement>(args[1], args[2] == Py_True)));
+      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<ConditionalKernel>(
+          args[2], condition_of(PyUnicode_AsUTF8(args[1])))));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

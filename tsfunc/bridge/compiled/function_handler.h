@@ -114,6 +114,8 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
   PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
   if (found == nullptr) return Owned();
+  PyObject* training = slot(found, slots.training);
+  if (is_set(training) && call.values()[PyLong_AsLong(training)] != Py_False) return Owned();
   if (slot(found, slots.innermost) == Py_True && !call.all([](PyObject* value) {
         return value == nullptr || is_innermost(&value, 1);
       }))

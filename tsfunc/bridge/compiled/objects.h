@@ -94,7 +94,7 @@ struct Names {
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
   X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", below, "below")           \
   X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")   \
-  X("plan", writes, "writes") X("plan", parsed, "parsed")                                       \
+  X("plan", writes, "writes") X("plan", parsed, "parsed") X("plan", training, "training")       \
   X("form", form_operator, "op") X("form", places, "places") X("form", packed, "packed")        \
   X("form", result_class, "result")
 struct Slots {

@@ -232,9 +232,10 @@ def reaches_other_leaves(
     of an ended vjp runs again.
     """
     skip_ended = not can_carry_tangents() and not in_rerun()
+    given = set(map(id, leaves))
 
     def is_other(variable: torch.Tensor) -> bool:
-        own = any(variable is leaf for leaf in leaves) or (skip_ended and has_ended(variable))
+        own = id(variable) in given or (skip_ended and has_ended(variable))
         return not own and (level is None or _belongs_to(variable, level))
 
     with DisableTorchFunctionSubclass():

@@ -154,6 +154,8 @@ def call_by_plan(
             return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
     if plan.writes and level.splitter is not None:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
+    if plan.training is not None and values[plan.training] is not False:
+        return NotImplemented
     direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and fits(plan, values))
     bdims = plan.bdims
     if not direct:

@@ -33,7 +33,12 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, bdims_of
 from tsfunc.bridge.tracers.decompositions import required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
-from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator, tensors_in
+from tsfunc.bridge.tracers.operators import (
+    PLAIN_TENSORS,
+    TorchOperator,
+    operator_of,
+    tensors_in,
+)
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
@@ -66,7 +71,7 @@ class PlanStep(enum.Enum):
     DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
     RECORDED = "recorded"  # call torch, which records the call at the level
     BELOW_AUTOGRAD = "below_autograd"  # call torch; its operators have plans of their own
-    COMPOSITE = "composite"  # call a function in Python, whose calls have plans of their own
+    COMPOSITE = "composite"  # call a function that only calls others, which have plans of their own
 
 
 class CallPlan:
@@ -92,6 +97,8 @@ class CallPlan:
         innermost: True if :func:`is_innermost` must hold for the values, if torch is called.
         below: True if compiled handlers may leave a call of a rule to torch, whose operators have
             plans of their own.
+        training: the position of the argument that must be False, because a random function in
+            training has no plan; or None.
         form: the conversion of the arguments to an operator's schema, or None.
         view: True if a result may have a storage offset, as a view has.
         writes: True if the call writes to its first argument, a batched tracer, and returns it.
@@ -99,7 +106,7 @@ class CallPlan:
 
     __slots__ = (
         "bdims", "below", "dim", "first", "form", "function", "innermost", "operator", "parsed",
-        "recipes", "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
+        "recipes", "rule", "shifts", "step", "target", "training", "unrecorded", "view", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +131,7 @@ class CallPlan:
         self.recipes: Any = None
         self.innermost = False
         self.below = False
+        self.training: int | None = None
         self.view = operator is not None
         self.writes = operator is not None and operator.inplace
 
@@ -143,11 +151,12 @@ class CallPlanTable:
         rule: the function rule of the stage BATCHING of a Python function, or None.
         may_parse: True if calls of a Python function may be converted to an operator's schema.
         composite: True for a function that is written in Python and has no function rule.
+        training: the position of the argument without which a random function draws nothing.
         plans: the plans of calls that the level takes, by key.
         recorded: the plans of calls that autograd records at the level, by key.
     """
 
-    __slots__ = ("composite", "may_parse", "operator", "plans", "recorded", "rule")
+    __slots__ = ("composite", "may_parse", "operator", "plans", "recorded", "rule", "training")
 
     def __init__(
         self,
@@ -158,6 +167,7 @@ class CallPlanTable:
     ) -> None:
         self.operator, self.rule = operator, rule
         self.may_parse, self.composite = may_parse, composite
+        self.training: int | None = None
         self.plans: dict[Any, CallPlan] = {}
         self.recorded: dict[Any, CallPlan] = {}
 
@@ -174,6 +184,11 @@ class CallPlanTable:
             plan = COMPOSITE if all(map(is_plain, kinds)) else TABLE
         elif self.operator is not None:
             plan = _operator_plan(self.operator, args, kwargs, kinds)
+        elif self.training is not None:
+            plan = TABLE
+            if self.training < len(args) and all(map(is_plain, kinds)):
+                plan = CallPlan(PlanStep.COMPOSITE)
+                plan.training = self.training
         elif self._depends_on_modes(kwargs, kinds[len(args) :]):
             return TABLE
         else:
@@ -233,8 +248,17 @@ def plans_of_function(function: Any) -> CallPlanTable | None:
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
     planned = rule is not None or may_parse or composite or below
     made = CallPlanTable(None, rule, may_parse, composite) if planned else None
+    if made is not None and may_parse and rule is None:
+        made.training = _training_argument(function)
     FUNCTION_PLANS[function] = made
     return made
+
+
+def _training_argument(function: Any) -> int | None:
+    """Return the position of the argument without which a function of one operator never draws."""
+    packet = getattr(torch.ops.aten, function.__name__)
+    alone = packet.overloads() == ["default"]
+    return operator_of(packet.default).training_argument if alone else None
 
 
 def _serves_numbers(function: Any) -> bool:

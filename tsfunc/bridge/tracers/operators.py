@@ -97,11 +97,13 @@ class TorchOperator(Operator):
         "overload",
         "packet",
         "plans",
+        "probability_argument",
         "random",
         "reshapes",
         "returned",
         "row",
         "special",
+        "training_argument",
         "writes",
         "written",
     )  # fmt: skip
@@ -123,6 +125,12 @@ class TorchOperator(Operator):
         self.packet: str = overload.overloadpacket.__name__  # without namespace and overload
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        # The arguments that decide if a random operator draws numbers: ``draws``.
+        self.training_argument: int | None = None
+        self.probability_argument: int | None = None
+        if self.random:
+            self.training_argument = _argument_position(overload, "train", "training")
+            self.probability_argument = _argument_position(overload, "dropout_p", "dropout")
         # True if its rule also gets calls without batched arguments, as far as `needs_rule` says.
         self.always_ruled = self.random or self.name in _ALWAYS_RULED
         # True if it changes the shape of the tensor itself (squeeze_, transpose_).
@@ -401,10 +409,11 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
     return None, None
 
 
-def _argument_position(overload: OpOverload, name: str) -> int | None:
-    """Return the position of an argument in an overload's schema, or None."""
-    names = [argument.name for argument in overload._schema.arguments]
-    return names.index(name) if name in names else None
+def _argument_position(overload: OpOverload, *names: str) -> int | None:
+    """Return the position of the argument with one of these names in the schema, or None."""
+    return next(
+        (i for i, argument in enumerate(overload._schema.arguments) if argument.name in names), None
+    )
 
 
 # Operators that torch has as methods alone; these take the sizes as arguments of their own, too.
@@ -485,13 +494,17 @@ def draws(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     if not op.random:
         return False
-    given = {argument.name: argument.default_value for argument in op.overload._schema.arguments}
-    given.update((argument.name, value) for argument, value in bind_arguments(op, args, kwargs))
-    if "dropout_p" in given or "dropout" in given:
-        probability = given.get("dropout_p", given.get("dropout"))
-        if isinstance(probability, int | float) and probability == 0:
-            return False
-    return not any(given.get(name) is False for name in ("train", "training"))
+    schema = op.overload._schema.arguments
+
+    def given(position: int | None) -> Any:
+        if position is None or position < len(args):
+            return None if position is None else args[position]
+        return kwargs.get(schema[position].name, schema[position].default_value)
+
+    probability = given(op.probability_argument)
+    if isinstance(probability, int | float) and probability == 0:
+        return False
+    return given(op.training_argument) is not False
 
 
 def needs_rule(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -112,8 +112,13 @@ def _install_once(key: str, names: Sequence[str]) -> None:
                 every.fallback(torch.library.fallthrough_kernel, key)
             for name in names:
                 overload = overload_of(f"aten::{name}")
-                if overload is not None:
-                    library.impl(name, _kernel(overload, key), key, with_keyset=True)
+                if overload is None:
+                    continue
+                kernel = _kernel(overload, key)
+                if _handlers is not None and operator_of(overload).training_argument is not None:
+                    _handlers.register_if(name, "training", kernel)
+                else:
+                    library.impl(name, kernel, key, with_keyset=True)
         _libraries[key] = [library, every]
 
 
@@ -147,7 +152,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     random = name in _RANDOM_NAMES
     inplace = random and name.endswith("_")
     rest = after(key)
-    trains = any(argument.name in ("train", "training") for argument in overload._schema.arguments)
+    trains = operator_of(overload).training_argument is not None
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if is_storing_data() or (trains and not draws(operator_of(overload), args, kwargs)):
@@ -285,7 +290,8 @@ def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
         overload = overload_of(name)
         if overload is not None:
             made = functools.partial(kernel, overload, rest)
-            _handlers.replace(name.removeprefix("aten::"), made, skipped_by_one_derivative)
+            again = " more than once" if skipped_by_one_derivative else ""
+            _handlers.register_if(name.removeprefix("aten::"), f"differentiated{again}", made)
 
 
 # --- the dispatch handlers of tracers
