@@ -3,7 +3,8 @@
 This is the only package that uses torch's private names; ``private_names/`` lists them, each with
 its use and a check. This file is the loader of the package: it fills the registry of function
 rules, imports the kernels of the built-in keys, tells the catalogue how operators are read, lists
-what the first transform of a process prepares, and mends a call of torch that loses an argument.
+what the first transform of a process prepares, and lets functions of torch that are written in
+Python call the handlers.
 
 The package is private.
 """
@@ -43,8 +44,8 @@ from tsfunc.bridge.tracers import (
     compressed,
     containers,
     grad_level,
-    lost_arguments,
     methods,
+    python_functions,
 )
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_views, writes
@@ -75,4 +76,4 @@ def _reader() -> Any:
 
 registry.load([module.function_rules for module in _RULES])
 hooks.unknown_class.add(containers.register)
-lost_arguments.pass_all_arguments()
+python_functions.replace_handle_torch_function()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
@@ -326,7 +325,7 @@ def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[str, Any, Rul
             continue
         rule_of_call = made(rule)
         may_view = made not in (over_dims, along_dim)
-        for function in {getattr(owner, name, None) for owner in (torch, _T, F)} - {None}:
+        for function in {getattr(owner, name, None) for owner in (torch, _T)} - {None}:
             yield operator, function, rule_of_call, may_view
     where = rule_of("aten::where.self")
     if where is not None:

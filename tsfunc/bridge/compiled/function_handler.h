@@ -5,11 +5,13 @@
 
 namespace {
 
-// Call torch without the function handler of the tracers.
-Owned call_below(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
-  PyObject* passed[5] = {nullptr, func, types, args, kwargs ? kwargs : names.no_kwargs};
-  return checked(PyObject_Vectorcall(
-      names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+// Call torch without the function handler of the tracers, as torch._C._skip_one_hop_torch_function.
+Owned call_below(PyObject* func, PyObject* const* args, size_t positional, PyObject* kwnames) {
+  struct Skip {
+    bool before = at::impl::PythonTorchFunctionTLS::exchange_skip_next(true);
+    ~Skip() { at::impl::PythonTorchFunctionTLS::exchange_skip_next(before); }
+  } skip;
+  return checked(PyObject_Vectorcall(func, args, positional, kwnames));
 }
 
 // Show the tensors of an argument of a Python call, and of its items.
@@ -82,27 +84,18 @@ Owned call_on_values(
   return Owned();
 }
 
-// NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
-// the call.
-Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
-  Owned kwnames;
-  c10::SmallVector<PyObject*, 8> given;
-  given.append(&PyTuple_GET_ITEM(args, 0), &PyTuple_GET_ITEM(args, 0) + PyTuple_GET_SIZE(args));
+// NOTE [compiled handlers]: the function handler, of arguments followed by those with names. Null
+// without an error where Python is to take the call.
+Owned call_function(
+    PyObject* func, PyObject* const* args, size_t positional, PyObject* kwnames) {
+  Py_ssize_t named = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
+  c10::SmallVector<PyObject*, 8> given(args, args + positional + named);
   FunctionCall call;
-  call.positional = given.size();
-  if (kwargs != nullptr) {
-    kwnames = checked(PyTuple_New(PyDict_GET_SIZE(kwargs)));
-    PyObject *name, *value;
-    Py_ssize_t at = 0, i = 0;
-    while (PyDict_Next(kwargs, &at, &name, &value)) {
-      PyTuple_SET_ITEM(kwnames.get(), i++, Py_NewRef(name));
-      given.push_back(value);
-    }
-  }
+  call.positional = positional;
   PyObject* op = nullptr;
-  PyObject* plans = plans_of(func, kwnames.get(), &op);
+  PyObject* plans = plans_of(func, kwnames, &op);
   if (!is_set(plans) || below_autograd()) return Owned();
-  if (!call.unwrap(given.data(), given.size(), kwnames.get()) ||
+  if (!call.unwrap(given.data(), given.size(), kwnames) ||
       !is_ready(call.level) || in_functorch())
     return Owned();
   PyObject* level = call.level;
@@ -123,7 +116,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   // Call torch on the tracers: the operator, whose arguments a plan may know.
   auto to_torch = [&](PyObject* plan) {
     DispatchHandler* handler = parsed_operator(plan);
-    if (handler == nullptr) return call_below(func, types, args, kwargs);
+    if (handler == nullptr) return call_below(func, given.data(), positional, kwnames);
     PyObject* form = slot(plan, slots.parsed);
     Stack stack = to_stack(
         handler->handle(), form, given.data(), call.positional,
@@ -135,20 +128,15 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     // C++ records the call at the level, and it comes back to the dispatch handler.
     if (!can_record(found)) return Owned();
     std::vector<Owned> lifted;  // NOTE [operands of outer levels]
-    Owned tuple;
     if (are_lifted(found, is_true(slot(level, slots.forward)), visit)) {
       PyObject* places = slot(found, slots.unrecorded);
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
         PyObject*& arg = given[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
-        if (kwargs != nullptr || !THPVariable_CheckExact(arg)) return Owned();
+        if (kwnames != nullptr || !THPVariable_CheckExact(arg)) return Owned();
         if (!needs_lift(THPVariable_Unpack(arg), is_true(slot(level, slots.forward)))) continue;
         lifted.push_back(checked(PyObject_CallMethodOneArg(level, names.lift, arg)));
         arg = lifted.back().get();
       }
-      tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(given.size())));
-      for (size_t i = 0; i < given.size(); ++i)
-        PyTuple_SET_ITEM(tuple.get(), i, Py_NewRef(given[i]));
-      args = tuple.get();
     }
     return to_torch(Owned::copy(found).get());
   }
@@ -163,8 +151,8 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (direct || below) {
     bool writes = slot(plan.get(), slots.writes) == Py_True;
     Owned out = call_on_values(
-        func, plan.get(), call, direct, state.get(), kwnames.get(),
-        writes ? PyTuple_GET_ITEM(args, 0) : nullptr);
+        func, plan.get(), call, direct, state.get(), kwnames,
+        writes ? given[0] : nullptr);
     if (out || direct) return out;
   }
   // torch calls the operator, whose plan the dispatch handler runs.
@@ -200,16 +188,56 @@ struct Handler {
   vectorcallfunc call;
 };
 
+// The same for a call with a tuple of arguments and a dict of those with names, or null.
+Owned call_function(PyObject* func, PyObject* args, PyObject* kwargs) {
+  PyObject* const* items = &PyTuple_GET_ITEM(args, 0);
+  const size_t count = PyTuple_GET_SIZE(args);
+  if (kwargs == nullptr) return call_function(func, items, count, nullptr);
+  c10::SmallVector<PyObject*, 8> given(items, items + count);
+  Owned kwnames = checked(PyTuple_New(PyDict_GET_SIZE(kwargs)));
+  PyObject *name, *value;
+  Py_ssize_t at = 0, i = 0;
+  while (PyDict_Next(kwargs, &at, &name, &value)) {
+    PyTuple_SET_ITEM(kwnames.get(), i++, Py_NewRef(name));
+    given.push_back(value);
+  }
+  return call_function(func, given.data(), count, kwnames.get());
+}
+
 PyObject* function_handler(PyObject*, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   Py_ssize_t count = PyVectorcall_NARGS(nargs);
   if (enabled && count >= 3 && PyTuple_CheckExact(args[2]) &&
       (count == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
     bool named = count > 3 && args[3] != Py_None && PyDict_GET_SIZE(args[3]) != 0;
-    Owned out = call_function(args[0], args[1], args[2], named ? args[3] : nullptr);
+    Owned out = call_function(args[0], args[2], named ? args[3] : nullptr);
     if (out) return out.release();
   }
   return give_to(names.function_handler, names.tracer, args, count);
+  END_HANDLE_TH_ERRORS
+}
+
+// True for an argument of a call without a function handler other than that of the tracers.
+bool has_no_other_handler(PyObject* arg) {
+  return arg == Py_None || is_tracer(arg) || THPVariable_CheckExact(arg) ||
+      type_of(arg) == names.parameter || !PyObject_HasAttr(type_of(arg), names.torch_function);
+}
+
+// torch.overrides.handle_torch_function, for the functions of torch that are written in Python.
+PyObject* handle_torch_function(
+    PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* kwnames) {
+  HANDLE_TH_ERRORS
+  if (enabled && count >= 2 && PyTuple_CheckExact(args[1]) && args[0] != names.loses_arguments &&
+      at::impl::PythonTorchFunctionTLS::stack_len() == 0) {
+    bool ours = true;
+    for (Py_ssize_t i = 0; ours && i < PyTuple_GET_SIZE(args[1]); ++i)
+      ours = has_no_other_handler(PyTuple_GET_ITEM(args[1], i));
+    if (ours) {
+      Owned out = call_function(args[0], args + 2, count - 2, kwnames);
+      if (out) return out.release();
+    }
+  }
+  return PyObject_Vectorcall(names.handle_torch_function, args, count, kwnames);
   END_HANDLE_TH_ERRORS
 }
 

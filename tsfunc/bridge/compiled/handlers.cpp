@@ -81,6 +81,8 @@ PyMethodDef definitions[] = {
     {"setup", setup, METH_O, "Look up what the handlers use."},
     {"install_function_handler", install_function_handler, METH_O,
      "Let a class of tracers have the function handler."},
+    {"handle_torch_function", reinterpret_cast<PyCFunction>(handle_torch_function),
+     METH_FASTCALL | METH_KEYWORDS, "Call a function of torch on arguments with a handler."},
     {"enable", enable, METH_O, "Let the handlers take calls, or leave every call to Python."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},

@@ -56,17 +56,16 @@ Owned checked(PyObject* object) {
 // Objects that setup() is given and holds for the life of the process.
 #define NAMES(X)                                                                       \
   X(tracer) X(promoted) X(size) X(tls) X(function_handler)                             \
-  X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)  \
+  X(overload_type) X(operators) X(function_plans) X(parameter) X(no_tensors) X(wrap)   \
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(call_errors) X(record)        \
   X(tracer_level) X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)  \
   X(step_broadcast) X(step_rule) X(step_unbatched) X(step_recorded) X(step_composite)  \
-  X(lift)
+  X(lift) X(torch_function) X(handle_torch_function) X(loses_arguments)
 struct Names {
 #define X(name) PyObject* name = nullptr;
   NAMES(X)
 #undef X
   PyObject* zero = nullptr;          // the number 0
-  PyObject* no_kwargs = nullptr;     // an empty dict
   PyObject* state = nullptr;         // "state"
   PyObject* kernel_state = nullptr;  // "kernel_state"
 } names;
@@ -177,7 +176,6 @@ void look_up(PyObject* options) {
   NAMES(X)
 #undef X
   names.zero = PyLong_FromLong(0);
-  names.no_kwargs = PyDict_New();
   names.state = interned("state").release();
   names.kernel_state = interned("kernel_state").release();
 }

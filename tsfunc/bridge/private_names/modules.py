@@ -48,10 +48,12 @@ def _buffers() -> None:
 
 
 @entry(
-    "The handler of torch.nn.functional",
-    "torch.nn.functional.handle_torch_function",
-    use="The weights of F.l1_loss, which torch leaves out where a tensor has a class of its own.",
-    stand_in="None: the loss would be computed without its weights.",
+    "The handler of torch's functions in Python",
+    """torch.nn.functional.handle_torch_function torch.functional.handle_torch_function
+    torch._tensor.handle_torch_function""",
+    use="The weights of F.l1_loss, which torch leaves out where a tensor has a class of its own; "
+    "call plans of functions in Python.",
+    stand_in="None: the loss would be computed without its weights, and calls take longer.",
     risk=Risk.LOW,
 )
 def _functional_handler() -> None:
@@ -66,6 +68,8 @@ def _functional_handler() -> None:
     loss: Any = torch.nn.functional.l1_loss
     given = loss(x.as_subclass(Noting), x, weight=x)
     expect(given["weight"] is x, "the weights of F.l1_loss")
+    for module in (torch.nn.functional, torch.functional, torch._tensor):
+        expect(hasattr(module, "handle_torch_function"), f"the handler of {module.__name__}")
 
 
 @entry(

@@ -21,7 +21,7 @@ The way of a call to its rule
     - ``schemas``: the schemas of operators, for the catalogue
     - ``registrations``: all that is registered with torch
     - ``mode_handlers``: torch's own modes
-    - ``lost_arguments``: arguments that torch does not pass on
+    - ``python_functions``: the way of torch's functions in Python to the handlers
     - ``plain_calls``: calls that reach no level
 Errors and questions of the user's code
     - ``boundaries``: where a transform begins, and the lines that errors name

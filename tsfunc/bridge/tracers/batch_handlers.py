@@ -20,7 +20,6 @@ from torch._C import (
     _ForceDispatchKeyGuard,
     _functorch,
     _set_grad_enabled,
-    _skip_one_hop_torch_function,
 )
 from torch._ops import OpOverload
 
@@ -58,6 +57,7 @@ from tsfunc.bridge.tracers.operators import (
     watch_direct_rules,
 )
 from tsfunc.bridge.tracers.parsing import Form
+from tsfunc.bridge.tracers.python_functions import LOSES_ARGUMENTS, handle_with_all_arguments
 from tsfunc.bridge.tracers.recipes import record
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
@@ -430,13 +430,15 @@ def _use_compiled() -> None:
         "plans": CallPlanTable, "plan": CallPlan, "form": Form, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
+        "function_plans": FUNCTION_PLANS, "parameter": torch.nn.Parameter,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "call_errors": (BatchChanged, *CALL_ERRORS),
         "record": record, "tracer_level": TracerLevel,
         "value": sys.intern("value"), "bdim": sys.intern("bdim"),
         "dispatch_level": sys.intern("dispatch_level"), "lift": sys.intern("lift"),
+        "torch_function": sys.intern("__torch_function__"),
+        "handle_torch_function": handle_with_all_arguments, "loses_arguments": LOSES_ARGUMENTS,
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):

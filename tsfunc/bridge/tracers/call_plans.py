@@ -257,8 +257,10 @@ def plans_of_function(function: Any) -> CallPlanTable | None:
 def _training_argument(function: Any) -> int | None:
     """Return the position of the argument without which a function of one operator never draws."""
     packet = getattr(torch.ops.aten, function.__name__)
-    alone = packet.overloads() == ["default"]
-    return operator_of(packet.default).training_argument if alone else None
+    if packet.overloads() != ["default"]:
+        return None
+    random = torch.Tag.nondeterministic_seeded in packet.default.tags
+    return operator_of(packet.default).training_argument if random else None
 
 
 def _serves_numbers(function: Any) -> bool:
