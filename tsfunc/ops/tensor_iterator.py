@@ -15,6 +15,7 @@ from torch import Tensor
 from tsfunc.ops.dims import align, batches_first, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, aten_names, row, rows
+from tsfunc.ops.shifts import Shift, shifted
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
@@ -31,6 +32,7 @@ def uniform(args: Sequence[Any], bdims: BatchDims) -> bool:
     return True
 
 
+@shifted(Shift.SAME)
 def pointwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
@@ -85,6 +87,7 @@ def pointwise_inplace(
 
 
 @row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
+@shifted(Shift.SAME)
 def clamp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch all three arguments if both bounds are tensors.
 
@@ -105,6 +108,7 @@ def pointwise_pair(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 
 
 @row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
+@shifted(Shift.SAME)
 def where(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The condition does not affect type promotion."""
     if uniform(args, bdims):

@@ -67,6 +67,13 @@ Owned call_on_values(
       under.reset();
       return result(stack[0].toTensor());
     }
+    if (!direct && !call.outer_tracers && call.count() == 2) {  // x[index]
+      PyObject** values = call.values();
+      if (auto item = get_item(THPVariable_Unpack(values[0]), values[1])) {
+        under.reset();
+        return result(*item);
+      }
+    }
     Owned out = checked(PyObject_Vectorcall(
         direct ? slot(plan, slots.function) : func, call.values(),
         call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames));

@@ -1,6 +1,7 @@
 // Plans (call_plans.py): how a plan is found, and which of its steps C++ can take.
 #pragma once
 
+#include <ATen/TensorIndexing.h>
 #include <c10/core/InferenceMode.h>
 
 #include "tracers.h"
@@ -246,6 +247,38 @@ bool shift_index(FunctionCall& call) {
   }
   call.set(1, std::move(made));
   return true;
+}
+
+// A number of a slice, or nothing for None. False for other objects.
+bool read_bound(PyObject* bound, std::optional<c10::SymInt>& number) {
+  if (bound == Py_None) return true;
+  int overflow = 0;
+  if (is_int(bound)) number = PyLong_AsLongLongAndOverflow(bound, &overflow);
+  return is_int(bound) && overflow == 0;
+}
+
+// x[index] of plain tensors, for a tuple of numbers, slices, None and ellipses; else nothing.
+std::optional<at::Tensor> get_item(const at::Tensor& x, PyObject* index) {
+  std::vector<at::indexing::TensorIndex> items;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
+    PyObject* item = PyTuple_GET_ITEM(index, i);
+    std::optional<c10::SymInt> start, stop, step;
+    if (item == Py_None) {
+      items.emplace_back(at::indexing::None);
+    } else if (item == Py_Ellipsis) {
+      items.emplace_back(at::indexing::Ellipsis);
+    } else if (PySlice_Check(item)) {
+      auto* slice = reinterpret_cast<PySliceObject*>(item);
+      if (!read_bound(slice->start, start) || !read_bound(slice->stop, stop) ||
+          !read_bound(slice->step, step))
+        return std::nullopt;
+      items.emplace_back(at::indexing::Slice(start, stop, step));
+    } else {
+      if (!read_bound(item, start)) return std::nullopt;
+      items.emplace_back(*start);
+    }
+  }
+  return at::indexing::get_item(x, items);
 }
 
 // True if an operator returns one tensor.

@@ -55,6 +55,12 @@ PLAIN: Final = frozenset({
 _NUMBERS: Final = frozenset({int, float})
 _BOUNDS: Final = frozenset({int, type(None)})
 _MOST_PLANS: Final = 512
+_T: Any = torch.Tensor
+# Composites of one view or cast, or of none, whose plan takes less than a rule in Python.
+_OF_ONE_OPERATOR: Final = frozenset({
+    _T.T.__get__, _T.mT.__get__, _T.type_as, _T.expand_as, _T.double,
+    _T.float, _T.half, _T.bfloat16, _T.long, _T.int, _T.short, _T.bool,
+})  # fmt: skip
 
 
 class PlanStep(enum.Enum):
@@ -294,6 +300,8 @@ def _function_plan(
 ) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
+    if function in _OF_ONE_OPERATOR and type(kinds[0]) is int and compiled.load() is not None:
+        return COMPOSITE
     writes = function in WRITERS
     rule = known.rule
     if writes and (type(kinds[0]) is not int or not _leaves(Stage.WRITE, function, kinds)):
@@ -328,8 +336,8 @@ def _function_plan(
     if _serves_numbers(function) and any(isinstance(value, torch.Tensor) for value in others):
         return TABLE
     form = find_form(function, args, kwargs)
-    if form is None:
-        return TABLE
+    if form is None:  # torch calls no operator of that name, or none at all
+        return _below_plan(function, args, kwargs, kinds)
     op = form.op
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
