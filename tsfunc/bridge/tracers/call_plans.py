@@ -31,7 +31,7 @@ import torch
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, bdims_of
-from tsfunc.bridge.tracers.decompositions import required_decomposition
+from tsfunc.bridge.tracers.decompositions import OF_ONE_OPERATOR, required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
 from tsfunc.bridge.tracers.operators import (
     PLAIN_TENSORS,
@@ -55,12 +55,6 @@ PLAIN: Final = frozenset({
 _NUMBERS: Final = frozenset({int, float})
 _BOUNDS: Final = frozenset({int, type(None)})
 _MOST_PLANS: Final = 512
-_T: Any = torch.Tensor
-# Composites of one view or cast, or of none, whose plan takes less than a rule in Python.
-_OF_ONE_OPERATOR: Final = frozenset({
-    _T.T.__get__, _T.mT.__get__, _T.type_as, _T.expand_as, _T.double,
-    _T.float, _T.half, _T.bfloat16, _T.long, _T.int, _T.short, _T.bool,
-})  # fmt: skip
 
 
 class PlanStep(enum.Enum):
@@ -300,7 +294,7 @@ def _function_plan(
 ) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
-    if function in _OF_ONE_OPERATOR and type(kinds[0]) is int and compiled.load() is not None:
+    if function in OF_ONE_OPERATOR and type(kinds[0]) is int and compiled.load() is not None:
         return COMPOSITE
     writes = function in WRITERS
     rule = known.rule

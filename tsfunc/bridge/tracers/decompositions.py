@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DispatchKey as TorchKey
@@ -94,3 +94,11 @@ def required_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
     if not op.composite or own_decomposition(op.name) is not None:
         return None
     return decomposition_of(op.overload)
+
+
+_T: Any = torch.Tensor
+# Composites of one view or cast, or of none, whose plan takes less than a rule in Python.
+OF_ONE_OPERATOR: Final = frozenset({
+    _T.T.__get__, _T.mT.__get__, _T.type_as, _T.expand_as, _T.double,
+    _T.float, _T.half, _T.bfloat16, _T.long, _T.int, _T.short, _T.bool,
+})  # fmt: skip
