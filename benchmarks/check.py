@@ -46,6 +46,7 @@ CHECKED = frozenset({
     "grad call of a tiny function",
     "one operator in vmap, by the function handler",
     "one operator in vmap, by the dispatch handler",
+    "one call of a layer's in vmap",
     "one operator in vmap of grad, with its backward",
     "eager: hessian of a function of 8 numbers",
     "eager: NTK of a small MLP",

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import Case
@@ -30,6 +31,15 @@ def rolls(x: Tensor) -> Tensor:
     return x
 
 
+def layers(x: Tensor) -> Tensor:
+    """Ten calls that models make in eval mode; most are of functions in Python, or do nothing."""
+    for _ in range(COUNT // 10):
+        x = F.dropout(F.relu(x), 0.1, training=False).float().contiguous()
+        x = F.softmax(x, -1)[:].clamp(-1, 1)
+        x = F.layer_norm(x, x.shape[-1:]).mT.mT
+    return x
+
+
 def mapped(function: Callable[..., Any], transforms: ModuleType) -> Callable[..., Any]:
     result: Callable[..., Any] = transforms.vmap(function)
     return result
@@ -42,13 +52,18 @@ def mapped_grad(transforms: ModuleType) -> Callable[..., Any]:
 
 
 def cases() -> Iterator[Case]:
-    x = torch.randn(3, 4)
+    x, y = torch.randn(3, 4), torch.randn(3, 4, 4)
     for name, function in (("function", sines), ("dispatch", rolls)):
         yield Case(
             f"one operator in vmap, by the {name} handler",
             ways(partial(mapped, function), x, specialized=False) | {"plain": partial(function, x)},
             per=COUNT,
         )
+    yield Case(
+        "one call of a layer's in vmap",
+        ways(partial(mapped, layers), y, specialized=False) | {"plain": partial(layers, y)},
+        per=COUNT,
+    )
     yield Case(
         "one operator in vmap of grad, with its backward",
         ways(mapped_grad, x, specialized=False),
