@@ -99,8 +99,11 @@ def values_of_ended_levels(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
 
     See NOTE [values that outlive a vmap].
     """
-    values = unwrap_ended(tensors, {})
-    return tensors if values is None else values[0]
+    for x in tensors:
+        if isinstance(x, Tracer):
+            values = unwrap_ended(tensors, {})
+            return tensors if values is None else values[0]
+    return tensors
 
 
 def traced_inputs(
@@ -113,8 +116,8 @@ def traced_inputs(
     the trace would be taken for those of a vmap in it.
     """
     primals = values_of_ended_levels(primals)
-    trace = current_trace()
-    if trace is None or level is None or level is trace:
+    trace = None if level is None else current_trace()
+    if trace is None or level is trace:
         return primals
     return [trace.lifted_here(x) for x in primals]
 

@@ -198,7 +198,7 @@ def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
     A tracer of a level further in does not require grad if only the value that it wraps does.
     """
     with DisableTorchFunctionSubclass():
-        for x in with_tensors_inside(value):
+        for x in with_tensors_inside(value) if isinstance(value, Tracer) else (value,):
             if level is not None and not _belongs_to_or_is_inside(x, level):
                 return False
             if any(part.requires_grad for part in _with_tangents((x,), level)):
