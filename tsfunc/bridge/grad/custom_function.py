@@ -30,7 +30,6 @@ from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
     bdim_of,
     has_setup,
-    on_primals,
     results_of_rule,
     rewrapped,
     torch_jvp,
@@ -64,12 +63,15 @@ _ON_PRIMALS = "__tsfunc_on_primals__"
 
 
 def _on_primals(cls: Any) -> Any:
-    """Return the class with a ``jvp`` that sees saved tensors without their tangents."""
+    """Return the class with a ``jvp`` that sees saved tensors without their tangents.
+
+    torch disables forward mode in it, but its tangents may have tangents of outer levels.
+    """
     if hasattr(cls.jvp, "on_primals"):
         return cls
     made = cls.__dict__.get(_ON_PRIMALS)
     if made is None:
-        made = type(cls.__name__, (cls,), {"jvp": staticmethod(on_primals(cls.jvp))})
+        made = type(cls.__name__, (cls,), {"jvp": staticmethod(with_outer_tangents(cls.jvp))})
         setattr(cls, _ON_PRIMALS, made)
     return made
 
