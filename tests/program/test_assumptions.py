@@ -150,7 +150,7 @@ def test_the_steps_of_assumptions_end() -> None:
     def following(held: Assumptions) -> Assumptions:
         changes: dict[str, Any] = draw.choice([
             {"varying": frozenset(draw.sample(names, draw.randrange(3)))},
-            {"narrowed": held.narrowed + 1, "dim": Dim("n", min=3)},
+            {"narrowed": held.narrowed + 1, "dims": {"a": Dim("n", min=3)}},
             {"closure_numbers": draw.random() < 0.5},
             {"described_numbers": draw.random() < 0.5},
             {"fixed": frozenset(draw.sample(names, draw.randrange(4)))},

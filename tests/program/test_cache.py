@@ -230,12 +230,49 @@ class TestWidening:
         with pytest.raises(RuntimeError):  # as in eager: they are not equal here
             f({"x": torch.ones(12, 3), "y": torch.ones(11)})
 
+    def test_sizes_that_vary_separately_have_a_dim_each(self) -> None:
+        def outer(x: Tensor, y: Tensor) -> Tensor:
+            return (x[:, None] * y).sum(0) + x.shape[0] - y.shape[0]
+
+        run, calls = counted(outer)
+        f = specialize(run)
+        for n, m in ((4, 6), (2, 3), (3, 5), (7, 7), (9, 2), (2, 8)):
+            x, y = torch.randn(n), torch.randn(m)
+            torch.testing.assert_close(f(x, y), outer(x, y))
+        assert f.cache_info().programs == 3 and len(calls) == 3
+        assert [str(x.shape[0]) for x in f.descriptors["args"]] == ["n>=2", "n2>=2"]
+
+    def test_equal_sizes_among_those_that_vary_separately(self) -> None:
+        """Tokens, masks and labels of sequences: two sizes in five places."""
+        run, calls = counted(lambda x, y: (x["ids"] * x["mask"]).sum(1) * y + x["ids"].shape[1])
+        f = specialize(run)
+        for n, t in ((4, 6), (2, 3), (3, 5), (8, 8), (2, 20)):
+            f({"ids": torch.ones(n, t), "mask": torch.ones(n, t)}, torch.ones(n))
+        assert f.cache_info().programs == 3 and len(calls) == 3
+
     @pytest.mark.filterwarnings("ignore:specialize.* vary")
-    def test_sizes_that_vary_separately_are_not_widened(self) -> None:
-        f = specialize(lambda x: x + 1)
-        for n in range(2, 8):
-            f(torch.ones(n, 9 - n))
-        assert f.cache_info().programs == 6
+    def test_sizes_that_depend_on_each_other(self) -> None:
+        def pairs(x: Tensor, y: Tensor) -> Tensor:
+            return x.repeat(2) * y
+
+        run, calls = counted(pairs)
+        f = specialize(run)
+        for n in range(2, 9):
+            x, y = torch.randn(n), torch.randn(2 * n)
+            torch.testing.assert_close(f(x, y), pairs(x, y))
+        assert f.cache_info().programs == 7 and len(calls) <= 9  # two attempts
+
+    @given(sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=4, max_size=9))
+    @pytest.mark.filterwarnings("ignore:specialize.* var")
+    def test_programs_of_two_sizes_stay_their_function(self, sizes: list[tuple[int, int]]) -> None:
+        def f(x: Tensor, y: Tensor) -> Tensor:
+            total = x.sum(0) * y.shape[0] + y.sum() * x.shape[1]
+            return total * 2 if x.shape[0] > 3 else total + (x.shape[0] > y.shape[0])
+
+        g = specialize(f)
+        for n, m in sizes:
+            x, y = torch.randn(n, m), torch.randn(m)
+            torch.testing.assert_close(g(x, y), f(x, y))
 
     def test_one_size_after_the_other(self) -> None:
         f = specialize(lambda x: x * 2)

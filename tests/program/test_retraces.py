@@ -105,7 +105,7 @@ APART = [(torch.ones(n, 12 - n), 2.0) for n in range(2, 8)]
     [
         (lambda x, k: x * k, INTS, {"auto_widen": False}, "k varies", "{'k': int}"),
         (lambda x, k: x * k, FLOATS, {"auto_widen": False}, "k varies", "{'k': float}"),
-        (lambda x, k: x * k, APART, {}, "x.shape[0] and x.shape[1] vary",
+        (lambda x, k: x * k, APART, {"auto_widen": False}, "x.shape[0] and x.shape[1] vary",
          "{'x': MetaTensorType(shape=['n', 'm'])}"),
         (lambda x, k: x * k, [(torch.ones(n, 4), n) for n in range(2, 7)],
          {"auto_widen": False}, "x.shape[0] and k vary",

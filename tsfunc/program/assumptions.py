@@ -34,8 +34,9 @@ class Assumptions:
     Attributes:
         varying: the sizes and numbers, by the user's spelling, that have varied and become inputs:
             NOTE [automatic dynamic sizes]. It loses members.
-        dim: the named dim in place of the sizes among them. It becomes narrower.
-        narrowed: the number of times that ``dim`` has become narrower.
+        dims: the named dims in place of the sizes among them, by the sizes' spelling. They become
+            narrower.
+        narrowed: the number of times that ``dims`` have become narrower.
         closure_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary].
             It becomes False.
         described_numbers: numbers whose descriptor is their type are inputs. It becomes False.
@@ -56,7 +57,7 @@ class Assumptions:
     """
 
     varying: frozenset[str] = frozenset()
-    dim: Dim | None = None
+    dims: Mapping[str, Dim] = field(default_factory=dict)
     narrowed: int = 0
     closure_numbers: bool = True
     described_numbers: bool = True
@@ -100,7 +101,7 @@ class Assumptions:
         return other.steps[:2] != self.steps[:2] or other.steps[2] > self.steps[2]
 
 
-_OF_SYMBOLS = {"varying", "dim", "closure_numbers", "described_numbers", "fixed"}
+_OF_SYMBOLS = {"varying", "dims", "closure_numbers", "described_numbers", "fixed"}
 
 
 class Retrace(BaseException):

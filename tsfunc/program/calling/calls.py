@@ -205,7 +205,7 @@ class CacheMiss:
         self._compares = True
         exact, alone = trace_until_valid(
             self.trace,
-            assumptions.moved(varying=frozenset(), dim=None, closure_numbers=False),
+            assumptions.moved(varying=frozenset(), dims={}, closure_numbers=False),
             self.next_assumptions,
         )
         self._compares = False
@@ -262,7 +262,7 @@ class CacheMiss:
         if assumptions.closure_numbers and self.closure_inputs:
             return assumptions.moved(closure_numbers=False)
         if assumptions.varying:
-            return assumptions.moved(varying=frozenset(), dim=None)
+            return assumptions.moved(varying=frozenset(), dims={})
         if assumptions.described_numbers and self._inputs(assumptions)[2]:
             return assumptions.moved(described_numbers=False)
         # ``item()`` of a tensor with several elements is a DataDependentError.

@@ -1,12 +1,12 @@
 """The sizes and numbers in which a call differs from earlier calls: one program, or a warning.
 
 NOTE [automatic dynamic sizes]
-If two programs differ from a call only in one size, the program of the call is made for any such
-size: it is traced with a symbol for the size. Sizes that have been equal in all of these calls
-(the rows of a batch and of its labels) share one symbol. If the function relies on more than a
-size of 2 or more, bounds restrict the program to the sizes for which the same facts hold, and
+If two programs differ from a call only in the same sizes, the program of the call is made for any
+such sizes: it is traced with a symbol for each. Sizes that have been equal in all of these calls
+(the rows of a batch and of its labels) share one symbol. If the function relies on more than
+sizes of 2 or more, bounds restrict the program to the sizes for which the same facts hold, and
 other sizes have programs of their own. If no bounds express the facts (the function needs the
-number), each size keeps a program of its own.
+number, or one size to be twice another), each size keeps a program of its own.
 
 Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. Such a
 symbol is not an ``int``, although the user's code may expect one. The program is therefore compared
@@ -54,7 +54,7 @@ from tsfunc.types.single import TSTensor
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 
 
-_ATTEMPTS = 2  # a bounded size may lead to facts that were not met before
+_ATTEMPTS = 2  # for each dim: a bounded size may lead to facts that were not met before
 
 Names = frozenset[str]
 
@@ -79,10 +79,7 @@ def varying(
         names = differing(facts, others)
         if not names or not all(_may_vary(name, facts, others, sizes, numbers) for name in names):
             continue
-        then = {others[name] for name in names if name in sizes}
-        now = {sizes[name] for name in names if name in sizes}
-        waits = any(is_special(facts[name]) for name in names if name not in needed)
-        if len(then) <= 1 and len(now) <= 1 and not waits:
+        if not any(is_special(facts[name]) for name in names if name not in needed):
             seen.setdefault(frozenset(names), set()).add(tuple(others[name] for name in names))
     often = [names - needed for names, others in seen.items() if len(others) >= AFTER]
     return min(filter(None, often), key=len, default=frozenset())
@@ -143,43 +140,61 @@ def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[st
     }
 
 
-def new_dim(named_dims: Mapping[str, Dim]) -> Dim:
-    """Return a named dim in place of sizes that have varied."""
-    names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
-    return Dim(next(name for name in names if name not in named_dims), min=2)
+def new_dims(
+    names: Names, facts: Facts, history: Iterable[Facts], named_dims: Mapping[str, Dim]
+) -> dict[str, Dim]:
+    """Return a named dim in place of each size that has varied, by the size's name.
+
+    Sizes that were equal in all calls have the same dim.
+
+    Args:
+        names: the names of the sizes, in the order of the dims' names.
+        history: the facts of the earlier calls.
+    """
+    free = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
+    unused = (name for name in free if name not in named_dims)
+    earlier = [others for others in history if names <= others.keys()]
+    dims: dict[tuple[Any, ...], Dim] = {}
+    placed = {}
+    for name in (name for name in facts if name in names):
+        values = (facts[name], *(others[name] for others in earlier))
+        if values not in dims:
+            dims[values] = Dim(next(unused), min=2)
+        placed[name] = dims[values]
+    return placed
 
 
-def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptions | None:
-    """Return assumptions with a narrower dim for sizes that have varied, if that is the remedy."""
-    dim = assumptions.dim
-    if dim is None or not isinstance(error, ConstraintViolation):
+def narrowed(
+    assumptions: Assumptions, sizes: Mapping[str, int], error: Exception
+) -> Assumptions | None:
+    """Return assumptions with narrower dims for sizes that have varied, if that is the remedy."""
+    by_name = {dim.name: dim for dim in assumptions.dims.values()}
+    if not isinstance(error, ConstraintViolation) or not error.suggested:
         return None
-    suggested = error.suggested.get(dim.name)
-    if (
-        not isinstance(suggested, Dim)
-        or len(error.suggested) > 1
-        or assumptions.narrowed == _ATTEMPTS
-    ):
+    if assumptions.narrowed >= _ATTEMPTS * len(by_name):
         return None
-    narrower = suggested.meet(Dim(dim.name, min=2))
-    if not narrower.admits(size):
+    for name, suggested in error.suggested.items():
+        if not isinstance(suggested, Dim) or name not in by_name:
+            return None
+        by_name[name] = suggested.meet(Dim(name, min=2))
+    dims = {name: by_name[dim.name] for name, dim in assumptions.dims.items()}
+    if not all(dim.admits(sizes[name]) for name, dim in dims.items()):
         return None
-    return assumptions.moved(dim=narrower, narrowed=assumptions.narrowed + 1)
+    return assumptions.moved(dims=dims, narrowed=assumptions.narrowed + 1)
 
 
-def with_dim(
+def with_dims(
     inputs: Sequence[InputSpec],
     named_dims: Mapping[str, Dim],
-    at: Iterable[tuple[int, int]],
-    dim: Dim,
+    at: Mapping[tuple[int, int], Dim],
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """Return inputs with a named dim in place of some sizes."""
+    """Return inputs with named dims in place of some sizes."""
     specs = list(inputs)
-    for i, k in at:
+    for (i, k), dim in at.items():
         dims = list(specs[i].dims)
         dims[k] = dim
         specs[i] = dataclasses.replace(specs[i], dims=tuple(dims))
-    return specs, {**named_dims, dim.name: dim}
+    return specs, {**named_dims, **{dim.name: dim for dim in at.values()}}
 
 
 # --- descriptors that are offered to the user for values that vary, as Python code
@@ -312,22 +327,22 @@ class Variation:
         if not names or names in self.cache.fixed:
             return assumptions
         self._tried = names
-        dim = None if names.isdisjoint(self.where) else new_dim(self.named_dims)
-        return assumptions.moved(varying=names, dim=dim)
+        placed = names.intersection(self.where)
+        dims = new_dims(placed, self.facts, self.cache.varied, self.named_dims)
+        return assumptions.moved(varying=names, dims=dims)
 
     def without_unused(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
-        """Return assumptions with a narrower dim after a trace that has failed, or None."""
-        sizes = [self.sizes[name] for name in assumptions.varying if name in self.sizes]
-        return narrowed(assumptions, sizes[0], error) if sizes else None
+        """Return assumptions with narrower dims after a trace that has failed, or None."""
+        return narrowed(assumptions, self.sizes, error)
 
     def inputs_for(
         self, assumptions: Assumptions
     ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], frozenset[int]]:
         """Return the inputs, the named dims, and the positions of the numbers that have varied."""
         names, inputs, named_dims = assumptions.varying, self.inputs, self.named_dims
-        at = [self.where[name] for name in names if name in self.where]
-        if at and assumptions.dim is not None:
-            inputs, named_dims = with_dim(inputs, named_dims, at, assumptions.dim)
+        at = {self.where[name]: dim for name, dim in assumptions.dims.items()}
+        if at:
+            inputs, named_dims = with_dims(inputs, named_dims, at)
         return (
             inputs,
             named_dims,
@@ -349,14 +364,14 @@ class Variation:
             self.call.flat, self.sizes
         )
         if names and (bound_to_sizes or fails):
-            raise Retrace(assumptions.moved(varying=frozenset(), dim=None))
+            raise Retrace(assumptions.moved(varying=frozenset(), dims={}))
 
     def without(self, needed: Names, assumptions: Assumptions) -> dict[str, Any]:
         """Return the changes of assumptions after which some numbers stay constants."""
         self.cache.required_numbers |= needed
         self._tried = names = assumptions.varying - needed
         names = frozenset() if names in self.cache.fixed else names
-        return {"varying": names, "dim": None if names.isdisjoint(self.where) else assumptions.dim}
+        return {"varying": names, "dims": assumptions.dims if names else {}}
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
