@@ -51,6 +51,25 @@ def physical_dims(dims: Sequence[int], rank: int, bdim: int) -> list[int]:
     return [physical_dim(dim, rank, bdim) for dim in dims]
 
 
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """Return the dims from the outermost in memory inwards; expanded dims come first."""
+    return sorted(range(len(strides)), key=lambda dim: (strides[dim] != 0, -strides[dim], dim))
+
+
+def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a tensor without gaps whose dims have an order in memory, copied if it needs to be."""
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return x.permute(*order).contiguous().permute(*places)
+
+
+def without_overlaps(x: Tensor) -> Tensor:
+    """Return a copy of an expanded tensor that has an element for each of its own."""
+    steps = x.stride()
+    if not all(type(step) is int for step in steps):
+        return x.contiguous()
+    return in_memory_order(x, memory_order(steps))
+
+
 def check_dims_of_scalar(dims: Sequence[int]) -> None:
     """Raise torch's error if the dims are out of range for a scalar, or repeated."""
     for dim in dims:

@@ -376,3 +376,39 @@ def test_a_program_takes_a_closed_over_cotangent_or_tangent_of_an_outer_level(
         return outside(f)(t)
 
     torch.testing.assert_close(of(specialize), of(lambda f: f))
+
+
+def grad_of_sum(f: Any) -> Any:
+    return grad(lambda x: f(x).sin().sum())
+
+
+def tangent_along_cosine(f: Any) -> Any:
+    return lambda x: jvp(f, (x,), (x.cos(),))[1]
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("inner", [lambda f: f, grad_of_sum, tangent_along_cosine])
+@pytest.mark.parametrize("outer", [jacfwd, jacrev, lambda f: jacfwd(jacfwd(f))])
+@pytest.mark.parametrize(
+    "flow",
+    [
+        lambda x: checkpoint(torch.t)(x),
+        lambda x: checkpoint(lambda x: x.sin() @ x.T)(x),
+        lambda x: scan(lambda c, _: (c.T.sin(), c.T), x, None, length=3)[1],
+        lambda x: cond(x.sum() > -100, lambda: x.T.sin(), lambda: x.T),
+    ],
+    ids=["transpose", "product", "scan", "branches"],
+)
+def test_derivatives_of_control_flow_in_programs_have_any_layout(
+    flow: Any, outer: Any, inner: Any, transposed: bool, flipped: bool
+) -> None:
+    x = torch.rand(2, 2, dtype=torch.float64)
+    x = x.T if transposed else x
+
+    def flat(x: torch.Tensor) -> Any:
+        y = inner(flow)(x)
+        return (y.mT if flipped else y).reshape(-1)
+
+    derivative = outer(flat)
+    torch.testing.assert_close(specialize(derivative)(x), derivative(x))

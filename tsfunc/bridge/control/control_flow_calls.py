@@ -22,6 +22,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.sizes.shape_rules import in_order
+from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -161,7 +162,9 @@ class _Recorded(Function):
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
-            wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in wrt]
+            trace = ctx.call.trace
+            own = [_without_gaps(_like(inputs[i]), trace) for i in wrt]
+            wanted = [_mapped(one, inside, trace) for one in own]
             operands = [*inputs, *given, *ctx.states]
             gradients = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
@@ -175,7 +178,8 @@ class _Recorded(Function):
         given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *given, *ctx.states]
-        pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
+        dense = [_without_gaps(result, ctx.call.trace) for result in results]
+        pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, dense)
         return tuple(
             t if differentiable else None
             for t, differentiable in zip(pushed, ctx.differentiable, strict=True)
@@ -217,3 +221,12 @@ def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) ->
 def _like(value: Any) -> TracedResult:
     inner, stack = unwrap_all(value)
     return TracedResult(inner.value, stack)
+
+
+def _without_gaps(result: TracedResult, trace: TraceLevel) -> TracedResult:
+    """Return the type of a derivative: NOTE [layouts of derivatives] in ``strides``."""
+    value = result.value
+    strides = derivative_strides(value)
+    if strides is None or strides == [*value.stride()]:
+        return result
+    return TracedResult(trace.fake_like(value, value.shape, strides), result.stack)

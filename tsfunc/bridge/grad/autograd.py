@@ -37,6 +37,7 @@ from tsfunc.bridge.tracers.torch_state import (
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import current_levels
+from tsfunc.ops.dims import without_overlaps
 
 _alias = torch.ops.aten.alias.default
 
@@ -443,7 +444,7 @@ def make_dual(
     primal, tangent = lift(primal, level), lift(tangent, level)
     if 0 in primal.stride():
         # torch gives a tangent the strides of its primal, which fails for an expanded primal.
-        primal = primal.contiguous()
+        primal = without_overlaps(primal)
     if not _known_to_have_equal_strides(primal, tangent) or differentiated_by_outer((tangent,)):
         # torch copies a tangent that is laid out in another way than its primal, without the
         # function handlers: NOTE [operands of outer levels].

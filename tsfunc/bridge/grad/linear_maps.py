@@ -22,6 +22,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
+from tsfunc.ops.dims import without_overlaps
 
 
 class LinearMap:
@@ -142,6 +143,8 @@ class Layout(LinearMap):
                 inner = inner.unsqueeze(wanted).expand(
                     *inner.shape[:wanted], level.batch_size, *inner.shape[wanted:]
                 )
+                if level.forward:
+                    inner = without_overlaps(inner)  # as ``make_dual`` does: results may be views
             elif dim != wanted:
                 inner = inner.movedim(dim, wanted)
             return wrap(rest.of(inner), wanted, level)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.ops.dims import memory_order
 from tsfunc.ops.tensor_iterator import clamp, pointwise, where
 
 # --- the strides of pointwise operators
@@ -144,6 +145,21 @@ def dense_strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any
     """Return the strides of a tensor without gaps, in the order of other strides."""
     order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
     return dense_strides(shape, order)
+
+
+# NOTE [layouts of derivatives]
+# torch's derivatives have any strides. A trace takes those of the derivatives of control flow for
+# the strides of the tensor that each belongs to, without gaps: an operand for a cotangent, and a
+# result for a tangent. It makes a view of a derivative where these strides have one, so a
+# derivative with other strides is copied when the program runs.
+def derivative_strides(tensor: torch.Tensor) -> list[int] | None:
+    """Return the strides of a derivative by a tensor; None if they are not known numbers."""
+    if tensor.layout is not torch.strided:
+        return None
+    steps = tensor.stride()
+    if not all(type(n) is int for n in (*steps, *tensor.shape)):
+        return None
+    return dense_strides(tensor.shape, [*reversed(memory_order(steps))])
 
 
 # --- the strides of views

@@ -31,9 +31,11 @@ from tsfunc.bridge.control.control_flow import (
 )
 from tsfunc.bridge.control.effect_operator import muted
 from tsfunc.bridge.control.retraced import retraced
+from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
+from tsfunc.ops.dims import in_memory_order, memory_order
 from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
@@ -108,7 +110,7 @@ def pull_back(
 
     _, pull = vjp(chosen, *(inputs[i] for i in wrt))
     pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
-    return pulled
+    return tuple(laid_out_like(inputs[i], value) for i, value in zip(wrt, pulled, strict=True))
 
 
 def push_forward(
@@ -135,7 +137,18 @@ def push_through(
             return tuple(run(*with_replaced(values, wrt, primals), *numbers))
 
     results, pushed = jvp(chosen, tuple(values[i] for i in wrt), tuple(tangents))
-    return results, pushed
+    pairs = zip(results, pushed, strict=True)
+    return results, tuple(laid_out_like(result, tangent) for result, tangent in pairs)
+
+
+def laid_out_like(tensor: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
+    """Return a derivative with the strides of NOTE [layouts of derivatives]."""
+    wanted = derivative_strides(tensor)
+    if wanted is None or derivative.layout is not torch.strided:
+        return derivative
+    if [*derivative.stride()] == wanted:
+        return derivative
+    return in_memory_order(derivative, memory_order(tensor.stride()))
 
 
 def with_zeros(
