@@ -220,20 +220,20 @@ STEP = st.tuples(st.integers(0, 1), *[st.integers(0, 11)] * 3)
 def test_any_program_of_views_and_writes(
     steps: list[tuple[int, int, int, int]], nested: bool
 ) -> None:
-    program = Program(steps)
+    program = Program(steps)  # the mean of an empty view is NaN
     try:
         want = loop(program, 4)(Y, I, P)
     except (RuntimeError, IndexError, ValueError):
         return  # torch refuses it
     try:
-        same(vmap(program)(Y, I, P), want)
+        same(vmap(program)(Y, I, P), want, equal_nan=True)
     except RuntimeError as error:  # nor has every batch of views a view of its own
         assert "view size is not compatible" in str(error)
         return
     if nested:
         both = vmap(vmap(program, in_dims=(0, None, None)), in_dims=(None, 0, 0))
         rows = loop(lambda i, p: loop(lambda y: program(y, i, p), 4)(Y), 4)(I, P)
-        same(both(Y, I, P), rows)
+        same(both(Y, I, P), rows, equal_nan=True)
 
 
 @settings(max_examples=80, deadline=None)
