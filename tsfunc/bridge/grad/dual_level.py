@@ -8,6 +8,11 @@ that thread's jvp. A second thread therefore waits for its turn, but only for a 
 because the first thread may be waiting for the second inside of its jvp. After that time the second
 thread differentiates the pullback instead, which gives the same result unless the function turns
 grad mode off.
+
+A reentrant lock is the turn. A thread holds it from the entry of its outermost jvp to the exit, so
+its owner and its count are kept in C. A signal handler may raise at any step in between; no other
+thread can take the turn before this one has undone its changes: NOTE [interrupts] in
+``interrupts``.
 """
 
 from __future__ import annotations
@@ -27,12 +32,12 @@ from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import current_levels
 
-_dual_lock = threading.RLock()  # entered and left in C: NOTE [interrupts] in ``interrupts``
-_dual_free = threading.Condition(_dual_lock)
+_dual_turn = threading.RLock()
 _DUAL_PATIENCE = 10.0  # seconds
+# Changed only by the thread that holds the turn:
 _dual_users = 0
 _dual_level_entered = False
-_dual_owner = 0
+_dual_owner = 0  # 0 if no thread is in a jvp
 
 
 class DualLevelInUse(RuntimeError):
@@ -42,15 +47,18 @@ class DualLevelInUse(RuntimeError):
 @hooks.leave_dual_level.add
 def _leave_dual_level(before: int) -> None:
     """Exit the dual level that jvps of this thread have entered since it was at ``before``."""
-    global _dual_users
-    if _dual_owner != threading.get_ident():
-        return
-    with _dual_lock:
+    global _dual_users, _dual_owner
+    if not _dual_turn.acquire(blocking=False):
+        return  # another thread is in a jvp, so this one is in none
+    if _dual_owner == threading.get_ident():
         # ``before`` may be the level of another thread, which has exited it since.
         if _dual_level_entered or (before < 0 and forward_ad._current_level >= 0):
             _exit_dual_level()
         _dual_users = 0
-        _dual_free.notify_all()
+        _dual_owner = 0
+    with suppress(RuntimeError):  # the turn is released as often as the thread has taken it
+        while True:
+            _dual_turn.release()
 
 
 def _exit_dual_level() -> None:
@@ -113,19 +121,14 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     if not _formulas_loaded:
         _load_forward_formulas()
     missing_tangents.watch()
-    with _dual_lock:
-        me = threading.get_ident()
-        if not _dual_free.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
-            raise DualLevelInUse
-        _dual_owner = me
-        if not _dual_users:
-            if _dual_level_entered:  # an interrupt has cut off the last jvp, of another thread
-                _exit_dual_level()
-            if forward_ad._current_level < 0:
-                # Set first: an interrupt may follow as soon as the level is entered.
-                _dual_level_entered = True
-                forward_ad.enter_dual_level()
-        _dual_users += 1
+    if not _dual_turn.acquire(timeout=_DUAL_PATIENCE):
+        raise DualLevelInUse
+    _dual_owner = threading.get_ident()
+    if not _dual_users and forward_ad._current_level < 0:
+        # Set first: an interrupt may follow as soon as the level is entered.
+        _dual_level_entered = True
+        forward_ad.enter_dual_level()
+    _dual_users += 1
     if level is not None:
         level.forward += 1
         level.autograd += 1
@@ -142,12 +145,12 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             level.autograd -= 1
         else:
             outermost.forward -= 1
-        with _dual_lock:
-            _dual_users -= 1
-            if _dual_users == 0:
-                if _dual_level_entered:
-                    _exit_dual_level()
-                _dual_free.notify_all()
+        _dual_users -= 1
+        if _dual_users == 0:
+            if _dual_level_entered:
+                _exit_dual_level()
+            _dual_owner = 0
+        _dual_turn.release()
 
 
 @contextmanager
