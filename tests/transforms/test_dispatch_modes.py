@@ -181,3 +181,38 @@ def test_the_default_device_is_a_mode_that_a_trace_keeps() -> None:
             sine, ones = f(X)
         assert ones.is_meta and sine.equal(X.sin() * 10)
         assert f(X)[1].equal(torch.ones(4))
+
+
+class Noting(TorchDispatchMode):
+    """Notes the names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_write_reads_nothing_of_other_tensors() -> None:
+    """A dispatch mode sees the operators of the function, and no other ones."""
+    kept = []
+
+    def f(x: Tensor) -> Tensor:
+        # A class with a layout of its own, which torch asks the innermost mode for.
+        rows = [torch.ones(2), torch.ones(3)]
+        kept.append(torch.nested.nested_tensor(rows, layout=torch.jagged))
+        out = torch.zeros(3)
+        with Noting() as mode:
+            out[0] = x.sum()
+        names.update(mode.names)
+        return out
+
+    names: set[str] = set()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(vmap(f)(x), torch.nn.functional.pad(x.sum(1, keepdim=True), (0, 2)))
+    assert "aten.copy_.default" in names
+    assert not any(name.startswith("prim.") for name in names), names

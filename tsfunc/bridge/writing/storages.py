@@ -17,9 +17,11 @@ def physical(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def memory_of(tensor: torch.Tensor) -> int | None:
     """Return an identifier of a tensor's storage; None for a tracer and without a storage."""
-    if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
+    if isinstance(tensor, Tracer):
         return None
     try:
+        # A layout is not asked for: a class of tensors can have one of its own, which a dispatch
+        # mode would be called for. Tensors of other layouts raise an error here.
         with DisableTorchFunctionSubclass():
             memory: int = tensor.untyped_storage()._cdata
             return memory
