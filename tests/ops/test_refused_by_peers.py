@@ -522,6 +522,37 @@ def test_bincount() -> None:
     check(lambda x: torch.bincount(x, minlength=7)[:7], x, data_dependent="split")
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    "weighed", [None, torch.float32, torch.float64, torch.float16, torch.int32]
+)
+def test_bincount_with_a_number_of_bins(dtype: torch.dtype, weighed: torch.dtype | None) -> None:
+    """Or with numbers that all examples share, which have one size."""
+    seed = torch.seed()
+    print("seed", seed)
+    for n in (0, 1, 5):
+        x = torch.randint(0, 4, (B, n)).to(dtype)
+        if weighed is None:
+            check(lambda x: torch.bincount(x, minlength=6), x)
+            check(lambda x: torch.bincount(x, None, 4), x.T, in_dims=1)
+            continue
+        weights = (torch.rand(B, n) * 9).to(weighed)
+        check(lambda x, w: torch.bincount(x, w, 6), x, weights)
+        check(lambda x, w: torch.bincount(x, w, minlength=6), x.T, weights, in_dims=(1, 0))
+        check(lambda x, w: torch.bincount(x, w, minlength=6), x, weights[0], in_dims=(0, None))
+        check(lambda x, w: torch.bincount(x, weights=w), x[0], weights, in_dims=(None, 0))
+        check(lambda x, w: torch.bincount(x, w, 3), x[0], weights.T, in_dims=(None, 1))
+
+
+@pytest.mark.parametrize("number", [3, -1])
+def test_bincount_of_a_number_without_a_bin(number: int) -> None:
+    x = torch.tensor([[0, 1], [2, number]])
+    with pytest.raises(DataDependentError, match=r"expected numbers from 0 to 2.*minlength=3.*got"):
+        vmap(lambda x: torch.bincount(x, minlength=3))(x)
+    with pytest.raises(RuntimeError, match=r"index -?[0-9] is out of bounds"):
+        tsfunc.specialize(vmap(lambda x: torch.bincount(x, minlength=3)))(x)
+
+
 def refused_but_split_sizes(f: Callable[..., Any], *args: Tensor) -> None:
     """Results of several sizes come back as a list or a nested tensor."""
     with pytest.raises(DataDependentError, match="split"):

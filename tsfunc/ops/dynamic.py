@@ -100,11 +100,16 @@ def _rows(x: Tensor, bdim: int = 0) -> Tensor:
 
 
 def _run_each_example(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
+    op: Any,
+    level: RuleLevel,
+    bdims: BatchDims,
+    args: Args,
+    kwargs: Kwargs,
+    instead: str = "Use torch.where or a mask of the full size instead",
 ) -> Any:
     """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
-        refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
+        refuse_dynamic_size(op, instead)
     results = []
     for i in range(level.batch_size):
         one = [
@@ -120,8 +125,41 @@ def _run_each_example(
 rows(
     _run_each_example,
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-    "aten::unique_dim_consecutive", "aten::bincount",
+    "aten::unique_dim_consecutive",
 )  # fmt: skip
+
+
+@row("aten::bincount")
+@checked
+def bincount(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Add to the bins of all examples, if ``minlength`` says how many bins there are.
+
+    Raises:
+        DataDependentError: ``minlength`` is 0, or an example has a number without a bin.
+    """
+    x, weights, least = (*args, None, None)[:3]
+    weights, least = kwargs.get("weights", weights), kwargs.get("minlength", least) or 0
+    mapped = bdims[0] is not None
+    if mapped and (level.splitter is not None or not least):
+        advice = "Give bincount a minlength above the numbers of all examples"
+        return _run_each_example(op, level, bdims, args, kwargs, advice)
+    x = batch_to_front(x, bdims[0]) if mapped else x.unsqueeze(0)
+    count = least if mapped else op(x[0], None, least).shape[0]
+    if weights is None or x.shape[1] == 0:
+        weights = torch.ones((), dtype=torch.int64, device=x.device).expand(x.shape)
+    else:
+        weights = batch_to_front(weights, bdims[1]) if bdims[1] is not None else weights[None]
+        weights = weights if weights.dtype is torch.float32 else weights.double()
+    places = x.long().expand(level.batch_size, x.shape[1])
+    bins = torch.zeros(level.batch_size, count, dtype=weights.dtype, device=x.device)
+    try:
+        return bins.scatter_add_(1, places, weights.expand(places.shape)), 0
+    except RuntimeError as error:
+        raise DataDependentError(
+            f"vmap: bincount, at {user_location()}: expected numbers from 0 to {least - 1}, since "
+            f"the examples have {least} bins each (minlength={least}), got another one ({error}). "
+            f"Give it a minlength above the numbers of all examples, {OUTSIDE}"
+        ) from None
 
 
 def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]:
