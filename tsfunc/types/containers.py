@@ -38,11 +38,24 @@ class _Container(ComposedType):
         return set() if part is None else part.governing(path[1:])
 
 
-class _Of(_Container):
-    """A type of containers of any number of elements of one type."""
+class _Elements(_Container):
+    """A type of lists or of tuples of any length, with elements of one type.
+
+    Attributes:
+        kind: the class of the values.
+        pattern: the text, with braces for the type of the elements.
+    """
 
     steps = ("[...]",)
+    kind: ClassVar[type]
+    pattern: ClassVar[str]
     element: TSType
+
+    def __str__(self) -> str:
+        return self.pattern.format(self.element)
+
+    def as_python(self) -> str:
+        return self.pattern.format(self.element.as_python())
 
     @property
     def parts(self) -> tuple[TSType, ...]:
@@ -50,6 +63,24 @@ class _Of(_Container):
 
     def child_at(self, path: Path) -> TSType | None:
         return self.element if path else None
+
+    @property
+    def value_class(self) -> type:
+        return self.kind
+
+    def element_types(self, kind: type) -> Sequence[TSType] | None:
+        return self.parts if kind is self.kind else None
+
+    def check(self, value: Any, path: Path, context: CheckContext) -> None:
+        context.elements(value, self.kind, self.element, path)
+
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
+        source.elements(at, self.kind, self.element, indent)
+
+    def is_above(self, narrower: TSType, order: Order) -> bool:
+        return order.may_differ(narrower, self) and order.all_below(
+            narrower.element_types(self.kind), self.element
+        )
 
 
 # --- tuples
@@ -175,32 +206,13 @@ class TSNamedTuple(_FixedTuple):
 
 @folded_class
 @dataclass(frozen=True)
-class TSTupleOf(_Of):
+class TSTupleOf(_Elements):
     """``Tuple[X, ...]``: a tuple of any length."""
 
+    kind: ClassVar = tuple
+    pattern: ClassVar = "Tuple[{}, ...]"
+
     element: TSType
-
-    def __str__(self) -> str:
-        return f"Tuple[{self.element}, ...]"
-
-    @property
-    def value_class(self) -> type:
-        return tuple
-
-    def element_types(self, kind: type) -> Sequence[TSType] | None:
-        return self.parts if kind is tuple else None
-
-    def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        context.elements(value, tuple, self.element, path)
-
-    def emit(self, at: str, source: CheckCode, indent: str) -> None:
-        source.elements(at, tuple, self.element, indent)
-
-    def is_above(self, narrower: TSType, order: Order) -> bool:
-        return order.all_below(narrower.element_types(tuple), self.element)
-
-    def as_python(self) -> str:
-        return f"Tuple[{self.element.as_python()}, ...]"
 
 
 # --- lists and dicts
@@ -208,42 +220,20 @@ class TSTupleOf(_Of):
 
 @folded_class
 @dataclass(frozen=True)
-class TSList(_Of):
+class TSList(_Elements):
     """``List[X]``: a list of any length."""
 
     words: ClassVar = ("List", "list")
     spelling: ClassVar = "List[X]"
     invariant: ClassVar = True
+    kind: ClassVar = list
+    pattern: ClassVar = "List[{}]"
 
     element: TSType
-
-    def __str__(self) -> str:
-        return f"List[{self.element}]"
 
     @classmethod
     def has_origin(cls, origin: type) -> bool:
         return origin is list
-
-    @property
-    def value_class(self) -> type:
-        return list
-
-    def element_types(self, kind: type) -> Sequence[TSType] | None:
-        return self.parts if kind is list else None
-
-    def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        context.elements(value, list, self.element, path)
-
-    def emit(self, at: str, source: CheckCode, indent: str) -> None:
-        source.elements(at, list, self.element, indent)
-
-    def is_above(self, narrower: TSType, order: Order) -> bool:
-        return order.may_differ(narrower, self) and order.all_below(
-            narrower.element_types(list), self.element
-        )
-
-    def as_python(self) -> str:
-        return f"List[{self.element.as_python()}]"
 
 
 @folded_class
