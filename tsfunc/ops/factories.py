@@ -5,7 +5,6 @@ The result can therefore be written with batched values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def linspace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
     return numbers.to(dtype), 0
 
 
-def _are_real_scalars(bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _are_real_scalars(bdims: BatchDims, args: Args, kwargs: Kwargs) -> bool:
     """True if both ends are single numbers, which are complex only if the result is."""
     ends = list(zip(args[:2], bdims, strict=False))
     if any(isinstance(x, Tensor) and logical_rank(x, bdim) for x, bdim in ends):
@@ -58,7 +57,7 @@ def _is_complex(end: Any) -> bool:
 
 
 def _linspace_of_tensors(
-    bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> tuple[Tensor, torch.dtype]:
     """Return evenly spaced numbers before rounding, and the dtype of the result."""
     (start, end), _ = align(args[:2], bdims)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, current_trace, 
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, abstract_eval
 from tsfunc.program.guarding.call_spec import placeholder
@@ -64,9 +65,7 @@ class AbstractTensor:
     device: torch.device
 
 
-def abstract_results(
-    label: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def abstract_results(label: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Return a function's result with an `AbstractTensor` for each tensor, without computing it.
 
     Args:

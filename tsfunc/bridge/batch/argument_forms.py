@@ -8,7 +8,7 @@ then goes through C++.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ def _all_ints(values: Sequence[Any]) -> bool:
     return _INT.issuperset(map(type, values))
 
 
-def _positional(
-    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> Sequence[Any] | None:
+def _positional(args: Args, kwargs: Kwargs, names: Sequence[str]) -> Sequence[Any] | None:
     """Return the arguments with the named ones in their positions; None for other names."""
     if not kwargs:
         return args

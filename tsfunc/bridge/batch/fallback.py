@@ -32,6 +32,7 @@ from tsfunc.ops.compressed import is_compressed, stack_examples
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.ops.splitting import agree_on_results
 from tsfunc.user_code import code_location_text, user_location, warn
 
@@ -39,9 +40,7 @@ _DECOMPOSITIONS = "torch._decomp.decompositions"  # the module whose decompositi
 _WAYS_TO_GIVE_A_RULE = "tsfunc.ops.row, or torch.library.register_vmap for an operator of your own"
 
 
-def without_rule(
-    op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def without_rule(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator without a row, by torch's rule, a decomposition or the loop."""
     if isinstance(op, TorchOperator):
         if op.out_names:
@@ -79,9 +78,7 @@ def describe_execution(name: str) -> str:
     return "in a loop over the examples, with a warning"
 
 
-def write_out(
-    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def write_out(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run an ``out=`` call: call the functional form and copy its results into ``out``.
 
     Raises:
@@ -158,7 +155,7 @@ def _implementation_of(prim: Any) -> Callable[..., Any] | None:
 _warned: set[str] = set()
 
 
-def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def loop(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run the operator once for each example and stack the results.
 
     Raises:

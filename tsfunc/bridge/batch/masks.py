@@ -7,7 +7,7 @@ does not select get their old values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stag
 from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.ops.refusal import require
+from tsfunc.ops.registry import Args, Kwargs
 
 _ALL = slice(None)
 
@@ -78,20 +79,16 @@ def _expanded_to_mask(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torc
     return value.reshape((*value.shape[:dim], *[1] * mask.dim(), *value.shape[dim + 1 :]))
 
 
-def _index_put(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _index_put(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     return _put(args, kwargs, inplace=False)
 
 
-def _index_put_inplace(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _index_put_inplace(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     WRITERS[func](func, args, kwargs)
     return _put(args, kwargs, inplace=True)
 
 
-def _put(args: Sequence[Any], kwargs: Mapping[str, Any], *, inplace: bool) -> Any:
+def _put(args: Args, kwargs: Kwargs, *, inplace: bool) -> Any:
     if len(args) < 3:
         return NotImplemented
     x, indices, value, *rest = args

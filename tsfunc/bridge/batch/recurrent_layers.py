@@ -14,7 +14,7 @@ refuses the layers and the padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import user_location
 
 # The computation of one step: from the input's product, the states before and the weights to the
@@ -161,9 +162,7 @@ def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
     )
 
 
-def _packed(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _packed(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pack the sequences of a batch: NOTE [packed sequences]."""
     x, lengths, batch_first = args
     if not _is_batched(args) or type(lengths) not in PLAIN_TENSORS:
@@ -176,9 +175,7 @@ def _packed(
     return rows.index_select(0, positions.to(x.device)), batch_sizes
 
 
-def _padded(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _padded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pad the packed sequences of a batch: NOTE [packed sequences]."""
     if not _is_batched(args):
         return call_torch(func, types, args, kwargs)
@@ -197,9 +194,7 @@ def _is_batched(args: Sequence[Any]) -> bool:
     return isinstance(level, BatchLevel) and level.alive
 
 
-def _recurrent(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call torch with all tensors lifted to the innermost level, or compute the call here.
 
     The C++ code of recurrent cells writes batched values into tensors made from the states. It

@@ -41,6 +41,7 @@ from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.refusal import require
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import Location, user_location
 
 _T = torch.Tensor
@@ -315,9 +316,7 @@ def _make(
     )
 
 
-def _serve(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """The function handler for calls with selections among their arguments."""
     rule = SELECTIONS.get(func)
     if rule is None and func in PROPERTY_METHODS and isinstance(args[0], Selection):
@@ -330,7 +329,7 @@ def _serve(
     return out
 
 
-def _composite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _composite(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Run a Python function of torch on selections; NotImplemented for other functions."""
     code = getattr(func, "__code__", None)
     if code is None or func in METHODS:
@@ -386,7 +385,7 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     name = func.__name__
     in_place = is_in_place(name)
     if "out" in kwargs or (in_place and not isinstance(args[0], Selection)):

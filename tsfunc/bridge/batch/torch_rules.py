@@ -9,7 +9,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +25,11 @@ from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.dispatch.recording import note
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.category_rules import rule_of_category
-from tsfunc.ops.registry import Category, Rule
+from tsfunc.ops.registry import Args, Category, Kwargs, Rule
 from tsfunc.user_code import code_location_text
 
 
-def run_torch_rule(
-    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def run_torch_rule(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run a custom operator by a rule that was written for torch, or by its ``pointwise`` tag.
 
     Return NotImplemented if the operator has neither, and for torch's own operators.
@@ -67,9 +65,7 @@ def _batched(args: Sequence[Any], level: BatchLevel) -> tuple[list[Any], list[An
     return bdims, values
 
 
-def _by_torch_vmap(
-    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _by_torch_vmap(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     bdims, values = _batched(args, level)
     mapped = TORCH_FUNC["vmap"](
         lambda *inner: op.overload(*inner, **kwargs), tuple(bdims), randomness=level.randomness
@@ -81,9 +77,7 @@ def _by_torch_vmap(
 _by_tags: dict[str, Rule | None] = {}
 
 
-def _by_tag(
-    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _by_tag(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator by the pointwise rule if its author tagged it as pointwise."""
     if torch.Tag.pointwise not in op.overload.tags:
         return NotImplemented

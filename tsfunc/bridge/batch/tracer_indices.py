@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,7 @@ from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import wrap_dim
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.ops.shifts import Shift
 from tsfunc.user_code import user_location
 
@@ -183,9 +184,7 @@ def _common_count(counts: Any, item: slice) -> int:
     )
 
 
-def _get(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
     if type(index) is list and any(isinstance(item, Tracer) for item in index):
         index = tuple(index)  # as torch reads a list that contains tensors
@@ -219,15 +218,13 @@ def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
     return _items(index, x.dim())
 
 
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
+def _arguments(args: Args, kwargs: Kwargs, *names: str) -> Sequence[Any]:
     """Return the input and the arguments with these names, None for each missing one."""
     positions = enumerate(("input", *names))
     return [args[k] if k < len(args) else kwargs.get(name) for k, name in positions]
 
 
-def _select(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _select(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """``select(x, dim, index)`` with a traced index."""
     x, dim, index = _arguments(args, kwargs, "dim", "index")
     if not _is_scalar(index):
@@ -238,9 +235,7 @@ def _select(
     return gather(x, wrap_dim(dim, x.dim()), index)
 
 
-def _masked_select(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _masked_select(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """``masked_select(x, mask)`` with a mask that differs between examples."""
     x, mask = _arguments(args, kwargs, "mask")
     if not is_lazy(mask) or "out" in kwargs:
@@ -249,9 +244,7 @@ def _masked_select(
     return select(x, [mask])
 
 
-def _tensor_split(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _tensor_split(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """``tensor_split(x, indices, dim)`` with traced indices, which C++ would read from memory."""
     named = "tensor_indices_or_sections"
     where = args[1] if len(args) > 1 else kwargs.get("indices_or_sections", kwargs.get(named))
@@ -271,9 +264,7 @@ def _gathered(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
     return gather(x, dim, positions)
 
 
-def _set(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     WRITERS[func](func, args, kwargs)
     x, index, value = args
     if (places := _with_positions(x, index)) is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 from tsfunc.dispatch.state import overriding, tls, using
+from tsfunc.ops.registry import Args, Kwargs
 
 _Steps = Generator[None, None, None]
 _CURRENT = "_checkpoint_without_reentrant_generator_impl"
@@ -52,9 +53,7 @@ _OPTIONS = list(inspect.signature(_torch_generators).parameters).index("args") -
 
 
 @functools.wraps(_torch_generators)
-def _current(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
-) -> _Steps:
+def _current(fn: Callable[..., Any], args: Args, kwargs: Kwargs, **options: Any) -> _Steps:
     return _generator(fn, args, lambda again: _torch_generators(again, args, kwargs, **options))
 
 

@@ -72,6 +72,7 @@ from tsfunc.ops import (
     tensor_iterator,
     views,
 )
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import in_public_call
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -190,9 +191,7 @@ def new_fake_input(
         return made.requires_grad_() if requires_grad and can else made
 
 
-def results_of_fixed_sizes(
-    fake: FakeTensorMode, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def results_of_fixed_sizes(fake: FakeTensorMode, call: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the results of an operator on tensors of fixed sizes, as fake tensors.
 
     Returns:
@@ -211,7 +210,7 @@ def results_of_fixed_sizes(
     return _as_fake(results, fake, {})
 
 
-def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _range(call: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Return the metadata of a short range, which the kernel makes."""
     start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
     if not step or not abs(end - start) <= _MOST_ELEMENTS * abs(step):
@@ -224,9 +223,7 @@ def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return Metadata(made.shape, made.stride(), made.dtype)
 
 
-def _on_meta(
-    fake: FakeTensorMode, call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _on_meta(fake: FakeTensorMode, call: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Return the results of an operator's kernel for meta tensors."""
     if not _is_served(call):
         return NotImplemented
@@ -425,7 +422,7 @@ class Metadata(NamedTuple):
     dtype: torch.dtype
 
 
-def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def scaled_down(call: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the metadata of an operator's results: NOTE [scaled-down calls].
 
     Args:
@@ -487,9 +484,7 @@ def _has_rule(name: str) -> bool:
     return code in _CODES
 
 
-def _all_sizes(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[int]:
+def _all_sizes(names: Sequence[str], args: Args, kwargs: Kwargs) -> Iterator[int]:
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if name == "dropout_p" and value:
             raise _NotScalable

@@ -12,7 +12,7 @@ takes those. The same is done here with symbolic sizes, so that no guard is need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import TorchOperator, operators_by_id
+from tsfunc.ops.registry import Args, Kwargs
 
 
 class _PlainSizes(TorchOperator):
@@ -27,7 +28,7 @@ class _PlainSizes(TorchOperator):
 
     __slots__ = ()
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
+    def call(self, args: Args, kwargs: Kwargs, restore: bool = False) -> Any:
         return [int(size) for size in args[0].shape]
 
 
@@ -36,7 +37,7 @@ class _PlainStrides(TorchOperator):
 
     __slots__ = ()
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
+    def call(self, args: Args, kwargs: Kwargs, restore: bool = False) -> Any:
         return [int(step) for step in args[0].stride()]
 
 
@@ -75,9 +76,7 @@ def _decomposition(name: str) -> Callable[..., Any]:
 def _method(vec: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     count = len(vec._schema.arguments)
 
-    def method(
-        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def method(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         # The function has a second signature, with a number for each factor.
         factors = kwargs.get("scale_factors", args[-1])
         if len(args) + len(kwargs) != count or not isinstance(factors, list | tuple | None):

@@ -44,6 +44,7 @@ from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.bridge.tracers.user_queries import LISTS, PYTHON_TYPES, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.user_checks import looked_up
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.types.sizes import DimExpr, solved_for
 
 
@@ -84,9 +85,7 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
 # --- symbolic ints as arguments that schemas declare as plain ints
 
 
-def call_past_parser(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def call_past_parser(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Call an operator with symbolic numbers, or return NotImplemented."""
     if func in (torch.tensor, torch.as_tensor):
         return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
@@ -111,9 +110,7 @@ FUNCTIONS_OF_NUMBERS = frozenset({
 })  # fmt: skip
 
 
-def numbers_as_tensors(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def numbers_as_tensors(args: Args, kwargs: Kwargs) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return a function's arguments in a trace, with tensors for operands that are all numbers.
 
     torch's parser makes tensors of them that are not traced: one for a symbolic number has an
@@ -131,7 +128,7 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(value) if isinstance(value, bool | int | float | complex) else value
 
 
-def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _called(overload: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     op = operator_of(overload)
     level = innermost_level((*args, *kwargs.values()))
     if level is not None and (level.autograd or _any_hooked((*args, *kwargs.values()))):
@@ -189,7 +186,7 @@ def _hint(value: Any) -> Any:
 _DATA_STAND_IN = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 
 
-def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _takes_plain_int(overload: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     """True if a symbolic int is given for a plain int argument."""
     return any(
         has_symbols([args[i] if i < len(args) else kwargs.get(name)], {})

@@ -8,7 +8,7 @@ and for the count of batches from which ``BatchNorm(momentum=None)`` computes it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, tracing_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer import innermost_level
+from tsfunc.ops.registry import Args, Kwargs
 
 
 def _is_traced(*values: Any) -> bool:
@@ -26,9 +27,7 @@ def _is_traced(*values: Any) -> bool:
 
 
 def _as_symbolic_bool(overload: OpOverload) -> Callable[..., Any]:
-    def method(
-        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def method(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if not _is_traced(*args, *kwargs.values()) or "input" in kwargs:
             return NotImplemented
         return operator_of(overload).call(tuple(args), kwargs, True)
@@ -36,9 +35,7 @@ def _as_symbolic_bool(overload: OpOverload) -> Callable[..., Any]:
     return method
 
 
-def _one_hot(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _one_hot(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Infer the number of classes from the largest class, if none is given."""
 
     def called(x: Any, num_classes: Any = -1) -> Any:
@@ -49,9 +46,7 @@ def _one_hot(
     return called(*args, **{{"input": "x", "tensor": "x"}.get(k, k): v for k, v in kwargs.items()})
 
 
-def _batch_norm(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _batch_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Update the running statistics by a momentum from data, as ``momentum=None`` does.
 
     The kernel takes the momentum as a number. With 1 it writes the statistics of the batch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
+from tsfunc.ops.registry import Args, Kwargs
 
 
 class FakeRerun:
@@ -44,9 +45,7 @@ class FakeRerun:
             made = made.conj() if value.is_conj() else made
             return torch._neg_view(made) if value.is_neg() else made
 
-    def call(
-        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def call(self, target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Return the results of an operator, with autograd's dispatch keys active as in the trace.
 
         Without these keys torch's fake tensors run a composite operator whole, and some of torch's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import metadata
 from tsfunc.bridge.tracers.user_queries import defer_guards, has_symbols
 from tsfunc.dispatch import DispatchKey, current_levels, register
+from tsfunc.ops.registry import Args, Kwargs
 
 T = TypeVar("T")
 
@@ -28,9 +29,7 @@ def traces_dtensors() -> bool:
     return any(isinstance(x, TraceLevel) and x.of_dtensors for x in current_levels())
 
 
-def _reads_requires_grad(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _reads_requires_grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return whether autograd will record on the tensor when the program runs."""
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
@@ -52,9 +51,7 @@ function_rules.add(
 )
 
 
-def _new_tensor(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _new_tensor(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Implement ``x.new_tensor(data)``; torch's own detaches its result in place."""
     if not tracing_here() or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
         return NotImplemented

@@ -5,7 +5,7 @@ C++ can't handle these calls: it would use the wrapper tensor, or would not disp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -22,18 +22,15 @@ from tsfunc.bridge.tracers.tracer import (
     needs_lift,
     refuse_escaped,
 )
+from tsfunc.ops.registry import Args, Kwargs
 
 
-def _show(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
+def _show(func: Any, types: Any, args: Args, kwargs: Kwargs) -> str:
     value = args[0]
     return value.describe() if isinstance(value, Tracer) else object.__repr__(value)
 
 
-def _detach(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _detach(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     if not isinstance(value, Tracer):
         return metadata(func, types, args, kwargs)
@@ -42,9 +39,7 @@ def _detach(
     return value.detached_here()
 
 
-def _read(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _read(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     if not isinstance(value, Tracer):
         return metadata(func, types, args, kwargs)
@@ -53,16 +48,12 @@ def _read(
     return value.read(func.__name__)
 
 
-def _format(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _format(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Format as ``_show`` without a format spec; with one, read the data."""
     return (_read if args[1] else _show)(func, types, args, kwargs)
 
 
-def _without_handler(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _without_handler(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a Python method past the function handler, because its C method would call it again."""
     level = innermost_level((*args, *kwargs.values()))
     with DisableTorchFunctionSubclass():
@@ -72,9 +63,7 @@ def _without_handler(
             return func(*args, **kwargs)
 
 
-def read_from_value(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def read_from_value(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Ask the value inside for properties that the tracer lacks: lazy conjugation, layout."""
     value = args[0]
     if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
@@ -82,9 +71,7 @@ def read_from_value(
     return metadata(func, types, args, kwargs)
 
 
-def _real_or_imaginary(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _real_or_imaginary(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the real or imaginary part as a view, also of a value that is lazily conjugated.
 
     C++ takes the view of the value without its conjugation, and the sign is another lazy bit. It
@@ -97,9 +84,7 @@ def _real_or_imaginary(
     return torch._neg_view(part) if func in _IMAGINARY else part
 
 
-def _require_grad(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _require_grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Record autograd on a tracer; from now on the level's calls must pass through autograd."""
     value = args[0]
     if isinstance(value, Tracer):
@@ -107,9 +92,7 @@ def _require_grad(
     return metadata(func, types, args, kwargs)
 
 
-def _make_dual(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _make_dual(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a dual tensor; from now on the level's calls must pass through autograd."""
     level = innermost_level(args)
     # A torch.func transform inside the level makes its own tensors, which the level must not wrap.

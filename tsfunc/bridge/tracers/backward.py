@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,15 +21,14 @@ from torch.autograd.graph import GradientEdge
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers, tensors_inside
 from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata
+from tsfunc.ops.registry import Args, Kwargs
 
 _METHOD: Final = torch.Tensor.backward
 _FUNCTION: Final = torch.autograd.backward
 _GRAD: Final = torch.autograd.grad
 
 
-def backward(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
@@ -50,9 +49,7 @@ def backward(
     return metadata(func, types, args, kwargs)
 
 
-def _grad(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``torch.autograd.grad``."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given["inputs"]
@@ -64,9 +61,7 @@ def _grad(
     return metadata(func, types, args, kwargs)
 
 
-def _retain_grad(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _retain_grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``Tensor.retain_grad``, which prepares a later backward pass."""
     level = innermost_level(args)
     if level is None or not level.allows_backward_outside(BackwardPass(args, (), False, False)):

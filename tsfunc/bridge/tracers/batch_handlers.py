@@ -10,7 +10,7 @@ the rule without the steps between, under the state that the level captured.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.dispatch.state import State, tls
 from tsfunc.errors import EscapedTracerError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.ops.splitting import BatchChanged
 from tsfunc.user_code import fold
 
@@ -115,9 +116,7 @@ def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> CallPlanTabl
     return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
 
 
-def call_by_plan(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a call of the function handler by its plan; NotImplemented leaves it to the table."""
     overload = type(func) is OpOverload
     known: Any = (
@@ -224,7 +223,7 @@ def _is_recordable(plan: CallPlan, level: BatchLevel, values: Sequence[Any]) -> 
 
 
 def _wrapped(
-    plan: CallPlan, level: BatchLevel, direct: bool, args: Sequence[Any], kwargs: Mapping[str, Any],
+    plan: CallPlan, level: BatchLevel, direct: bool, args: Args, kwargs: Kwargs,
     out: Any,
 ) -> Any:  # fmt: skip
     """Return the results of a call whose plan has computed ``out``, as tracers of the level."""
@@ -243,9 +242,7 @@ def _wrapped(
     return made if plan.form is None else plan.form.result_of(made)
 
 
-def _decomposed(
-    plan: CallPlan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _decomposed(plan: CallPlan, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
     form = plan.form
     assert form is not None
@@ -260,7 +257,7 @@ def _decomposed(
         return NotImplemented
 
 
-def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     """Run a call of the dispatch handler by its plan; NotImplemented leaves it to the table."""
     values: Sequence[Any]
     if kwargs:

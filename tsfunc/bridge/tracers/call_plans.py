@@ -42,7 +42,7 @@ from tsfunc.bridge.tracers.operators import (
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Args, Kwargs, Rule
 from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
@@ -174,8 +174,8 @@ class CallPlanTable:
     def make(
         self,
         function: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         kinds: Sequence[Any],
         key: Any,
     ) -> CallPlan:
@@ -198,8 +198,8 @@ class CallPlanTable:
     def make_recorded(
         self,
         function: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         kinds: Sequence[Any],
         key: Any,
     ) -> CallPlan:
@@ -288,8 +288,8 @@ def is_plain(kind: Any) -> bool:
 def _function_plan(
     known: CallPlanTable,
     function: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     kinds: Sequence[Any],
 ) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
@@ -347,7 +347,7 @@ def _function_plan(
     return plan
 
 
-def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+def _parsed(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     """Return the form of a call for compiled handlers; None if there are none."""
     if compiled.load() is None or not has_forms(function) or in_dispatch_modes():
         return None  # a mode would see the probes
@@ -386,9 +386,7 @@ def bdims_at_call(
     return bdims[:count] if plan.form is None else plan.form.bdims_in_order(bdims, count)
 
 
-def _below_plan(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
-) -> CallPlan:
+def _below_plan(function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]) -> CallPlan:
     """Return the plan of a function's call that torch makes operators of, below autograd."""
     plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, args, kwargs, kinds)
     plan.below = plan is not TABLE
@@ -398,8 +396,8 @@ def _below_plan(
 def _plan_of_torch(
     step: PlanStep,
     function: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     kinds: Sequence[Any],
 ) -> CallPlan:
     """Return the plan of a call that torch gets on the tracers.
@@ -526,9 +524,7 @@ def _direct_plan(
     return plan
 
 
-def _operator_plan(
-    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
-) -> CallPlan:
+def _operator_plan(op: TorchOperator, args: Args, kwargs: Kwargs, kinds: Sequence[Any]) -> CallPlan:
     if op.direct_rule is None or not all(map(is_plain, kinds)):
         return TABLE
     if kwargs and not _no_tensors(kinds[len(args) :]):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.bridge.tracers.user_queries import caller_of_handlers, forwards_call
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import Location, user_location
 
 _SHOWN: Final = 10  # maximum number of examples in a message
@@ -211,17 +212,13 @@ on_first_transform(setattr, torch, "_check_with", _check_with)
 on_first_transform(setattr, torch, "_check_tensor_all_with", _check_tensor_all_with)
 
 
-def _is_all_true(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _is_all_true(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return a bool for each example; the operator's own rule reduces over the batch."""
     (value,) = args
     return value.all()
 
 
-def _assert_async(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _assert_async(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Name the examples that fail, where reading the condition does not wait for a device."""
     condition, *message = args
     value = innermost_value(condition, BatchTracer | GradTracer)

@@ -6,7 +6,6 @@ that does not exist, so they raise an error that names the call and an alternati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,14 +13,13 @@ import torch
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Method, Tracer, metadata, refuse_escaped
 from tsfunc.dispatch import DispatchKey
+from tsfunc.ops.registry import Args, Kwargs
 
 _T = torch.Tensor
 _DATA = "x.data = ..."
 
 
-def _copy(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _copy(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Implement ``copy.deepcopy``: return a clone at the same level."""
     value, memo = args
     if not isinstance(value, Tracer):
@@ -36,9 +34,7 @@ def _shallow_copy(self: Tracer) -> torch.Tensor:
     return self.view(self.shape)
 
 
-def refuse_storage(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def refuse_storage(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Raise an error for a call that needs the storage of a tracer."""
     value = args[0]
     if not isinstance(value, Tracer):
@@ -61,7 +57,7 @@ def refuse_storage(
 def _named(refuse: Method, name: str) -> Method:
     """Return the refusal of a property's setter, whose function is called ``__set__``."""
 
-    def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def method(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             return func(*args, **kwargs)
 

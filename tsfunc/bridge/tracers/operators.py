@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from tsfunc.dispatch.table import find_operator
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
 from tsfunc.ops.dims import NoExamples
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Args, Kwargs, Rule
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -202,7 +202,7 @@ class TorchOperator(Operator):
         function = getattr(torch.Tensor if self.inplace else torch, name, None)
         return function if isinstance(function, _FUNCTIONS) else self.overload._op
 
-    def written_argument(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def written_argument(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the first argument of an in-place call, in its new shape if it has one."""
         if self.reshapes:  # autograd has seen the call already
             with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
@@ -340,9 +340,7 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
     return kept
 
 
-def overload_for(
-    packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> OpOverload | None:
+def overload_for(packet: OpOverloadPacket, args: Args, kwargs: Kwargs) -> OpOverload | None:
     """Return the overload of a packet whose schema accepts the arguments, or None."""
     try:
         name = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
@@ -352,7 +350,7 @@ def overload_for(
     return overload if _dispatch_has_kernel(overload.name()) else None
 
 
-def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+def _choose(op: Any, args: Args, kwargs: Kwargs) -> Operator | None:
     packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
     overload = overload_for(packet, args, kwargs)
     return None if overload is None else operator_of(overload)
@@ -462,7 +460,7 @@ def arguments_of(op: TorchOperator) -> tuple[OperatorArgument, ...]:
 
 
 def bind_arguments(
-    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: TorchOperator, args: Args, kwargs: Kwargs
 ) -> Iterator[tuple[OperatorArgument, Any]]:
     """Yield the arguments of a call, each with its value.
 
@@ -486,7 +484,7 @@ UNDEFINED: Final = frozenset({
 })  # fmt: skip
 
 
-def draws(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     """True if a call may draw random numbers.
 
     Attention draws nothing without a dropout probability, recurrent layers and dropout nothing if
@@ -507,7 +505,7 @@ def draws(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return given(op.training_argument) is not False
 
 
-def needs_rule(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def needs_rule(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     """True if a call without batched arguments is for the operator's rule, too."""
     return op.always_ruled and (op.name in _ALWAYS_RULED or draws(op, args, kwargs))
 

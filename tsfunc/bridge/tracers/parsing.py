@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.torch_state import (
     without_autograd,
     without_factory_keys,
 )
+from tsfunc.ops.registry import Args, Kwargs
 
 Convert = Callable[[Any], Any]  # returns None if the value does not fit the form
 
@@ -81,7 +82,7 @@ class Form:
         self.as_it_is = False
 
     def arguments(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Args, kwargs: Kwargs
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
         """Return a call's arguments in the schema's order; None if the call has another form."""
         if self.as_it_is:
@@ -196,9 +197,7 @@ def _positions_of_keywords(schema: Any, names: Iterable[str], start: int) -> dic
     return position_of
 
 
-def _form_of(
-    op: TorchOperator, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Form:
+def _form_of(op: TorchOperator, function: Any, args: Args, kwargs: Kwargs) -> Form:
     """Return the conversion of a call to an operator's schema, by the types of its arguments."""
     schema: Any = op.overload._schema
     form = Form(op, _result_class(schema))
@@ -342,9 +341,7 @@ def _same(given: Any, dispatched: Any) -> bool:
 _UNSET: Final = {"dtype": None, "layout": None, "device": None, "pin_memory": False}
 
 
-def _dispatched_call(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, Any, Any]:
+def _dispatched_call(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
     """Return the operator and the arguments that a call dispatches."""
     try:
         with without_autograd(), without_factory_keys(), exclude_autocast_keys():
@@ -370,7 +367,7 @@ def has_forms(function: Any) -> bool:
     return hasattr(getattr(torch.ops.aten, function.__name__, None), "overloads")
 
 
-def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+def find_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     """Return the form of a call, None for a call without a form: NOTE [forms of calls].
 
     No dispatch mode may be active, because a mode would see the probes.

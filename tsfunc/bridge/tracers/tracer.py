@@ -43,6 +43,7 @@ from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.recording import run_as
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError, EscapedTracerError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import fold
 
 T = TypeVar("T", bound="Tracer")
@@ -376,9 +377,7 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 _skip_handler: Callable[..., Any] = _skip_one_hop_torch_function
 
 
-def call_below_function(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def call_below_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a function of torch without the ``__torch_function__`` of its arguments.
 
     torch frees a list of arguments one time too many, so they are passed as a tuple.
@@ -395,9 +394,7 @@ C_TYPES = (
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
-def function_handler(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def function_handler(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
     if len(types) > 1:
         for kind in types:
@@ -414,9 +411,7 @@ def _has_handler(kind: type) -> bool:
     return not issubclass(kind, Tracer) and own is not default.__func__
 
 
-def _handle_foreign_class(
-    kind: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _handle_foreign_class(kind: Any, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle a call on tracers and a tensor of a class with its own handler.
 
     A rule calls operators on values, and a class may implement few of them: the quantized weights
@@ -432,9 +427,7 @@ def _handle_foreign_class(
         return out
 
 
-def _dispatch_function(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _dispatch_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     state = tls.state
     remap_args = state.remap_args
     if remap_args is not None:
@@ -458,10 +451,10 @@ def _dispatch_function(
 
 def _recorded(
     method: Method,
-    func: Callable[..., Any],
+    func: Any,
     types: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Run a function rule of the stage METHOD for ``explain``."""
     level = innermost_level((*args, *kwargs.values()))
@@ -472,7 +465,7 @@ def _recorded(
 
 
 # Operators declare writes in their schemas (``writes``).
-def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _prepare_write(func: Any, args: Args, kwargs: Kwargs) -> None:
     if isinstance(func, OpOverload):
         op = operator_of(func)
         if not op.written and not op.out_names:
@@ -484,9 +477,7 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         prepare(func, args, kwargs)
 
 
-def call_torch(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def call_torch(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call torch from the function handler, past this check once, and past autograd if possible."""
     if is_autocasting():
         with autocast_of_the_call():
@@ -494,9 +485,7 @@ def call_torch(
     return _call_torch(func, types, args, kwargs)
 
 
-def _call_torch(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _call_torch(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(func, C_TYPES):
         level = innermost_level((*args, *kwargs.values()))
         if level is not None:
@@ -580,9 +569,7 @@ def refuse_escaped(func: Any, level: Level) -> None:
     raise EscapedTracerError(messages.escaped(getattr(func, "__name__", str(func)), level))
 
 
-def metadata(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def metadata(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Answer from the wrapper tensor itself."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

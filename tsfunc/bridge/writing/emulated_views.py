@@ -24,7 +24,7 @@ does not own the base, the write is refused like a write to the base itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metad
 from tsfunc.bridge.writing.storages import memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, written_by
+from tsfunc.ops.registry import Args, Kwargs
 
 State = tuple[torch.Tensor, tuple[int, int]]
 
@@ -113,9 +114,7 @@ class EmulatedView(TracerHook):
         self.seen = state_of(self.base)
 
     @staticmethod
-    def serve(
-        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handle a call with emulated views among their arguments."""
         others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:

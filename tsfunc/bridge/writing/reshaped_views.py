@@ -12,7 +12,7 @@ internally: they get inputs that can be laid out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,6 +31,7 @@ from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, hint_of, re
 from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import batch_to_front
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.ops.views import known_sizes
 
 
@@ -125,9 +126,7 @@ def _emulated(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -
     return EmulatedView(base, out, take, lambda base, whole: base.copy_(untake(whole))).view()
 
 
-def _viewing(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _viewing(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the requested view, or an emulated view if only a single example has the view."""
     try:
         return call_torch(func, types, args, kwargs)
@@ -165,9 +164,7 @@ def _reshape(shape: torch.Size) -> _Map:
     return lambda x: torch.ops.aten.reshape.default(x, shape)
 
 
-def _reshaping(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _reshaping(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reshape; return an emulated view if one example has a view where the batch has a copy.
 
     The function's own results have the layout of one example. Views of its
@@ -206,9 +203,7 @@ def is_argument(x: Any, memory: Any) -> bool:
     )
 
 
-def _native_group_norm(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _native_group_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Clone the input if there are tangents: the forward formula views input and tangent."""
     x = args[0] if args else None
     if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
@@ -216,9 +211,7 @@ def _native_group_norm(
     return call_torch(func, types, (x.clone(), *args[1:]), kwargs)
 
 
-def _take_along_dim(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _take_along_dim(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Flatten both inputs if the dim is None, as torch does."""
 
     def call(input: Any, indices: Any, dim: int | None = None, **rest: Any) -> Any:

@@ -8,7 +8,6 @@ other views keep the previous tensor, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,13 +16,12 @@ from torch._C import DisableTorchFunctionSubclass
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.promotion import swap_identity
+from tsfunc.ops.registry import Args, Kwargs
 
 _NAMES = "t transpose swapaxes swapdims squeeze unsqueeze".split()
 
 
-def reshape_in_place(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def reshape_in_place(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the tensor the view that the functional operator returns."""
     x = args[0] if args else None
     if not isinstance(x, Tracer) or not x.dispatch_level.alive:

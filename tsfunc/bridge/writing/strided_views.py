@@ -12,7 +12,7 @@ refused. After ``contiguous()`` the two layouts are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -25,28 +25,23 @@ from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.writing.reshaped_views import is_argument, memory_under_views, strides_alone
 from tsfunc.bridge.writing.reshaping import reshape_in_place
+from tsfunc.ops.registry import Args, Kwargs
 
 
-def _as_strided(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _as_strided(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a view with another meaning than for one example; torch is called next."""
     if not in_backward_formula():
         _check(*args, **kwargs)
     return NotImplemented
 
 
-def _as_strided_in_place(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _as_strided_in_place(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like ``as_strided``; the tensor becomes the view."""
     _check(*args, **kwargs)
     return reshape_in_place(func, types, args, kwargs)
 
 
-def _scatter(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _scatter(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like ``as_strided``, with the source as the second argument."""
     if not in_backward_formula():
         x, *rest = args

@@ -14,6 +14,7 @@ import torch
 from tsfunc.bridge.tracers.batch_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS
 from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler
+from tsfunc.ops.registry import Args, Kwargs
 
 
 class TracerHook:
@@ -28,9 +29,7 @@ class TracerHook:
     stride: tuple[int, ...]
 
     @staticmethod
-    def serve(
-        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handle a call of a torch function with such tracers among its arguments."""
         raise NotImplementedError
 
