@@ -530,6 +530,6 @@ def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function in messages."""
     if isinstance(func, functools.partial):
         return f"functools.partial({name_of(func.func)}, ...)"
-    if isinstance(func, torch.nn.Module) and any(True for _ in func.children()):
-        return type(func).__name__  # the repr has a line for each submodule
+    if isinstance(func, torch.nn.Module):
+        return type(func).__name__  # the repr can have a line for each submodule
     return getattr(func, "__name__", None) or repr(func)

@@ -100,7 +100,7 @@ class Specialized(Generic[_Params, _Result]):
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
-        self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
+        self.name = name_of(func)
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
         contracts = self._given

@@ -527,23 +527,11 @@ class _Scale:
         """Return a small tensor with the order and the gaps of a tensor's strides."""
         if value.is_conj() or value.is_neg():
             raise _NotScalable
-        shape, strides = value.shape, value.stride()
-        small, steps = [self._small[n] for n in shape], [0] * len(shape)
-        large_step, small_step = 1, 1
-        for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
-            if strides[dim] == 0:
-                continue
-            if strides[dim] < large_step:
-                raise _NotScalable  # the tensor overlaps itself, or a dim of size 1 is out of order
-            if strides[dim] > large_step:  # a gap
-                large_step, small_step = strides[dim], 2 * small_step
-            steps[dim] = small_step
-            large_step *= max(shape[dim], 1)
-            small_step *= max(small[dim], 1)
-        if small_step > _MOST_SCALED:
+        small = [self._small[n] for n in value.shape]
+        strides, span = _rescaled(value.shape, value.stride(), small, gaps=True)
+        if span > _MOST_SCALED:
             raise _NotScalable
-        memory = torch.zeros(small_step, dtype=value.dtype)
-        return memory.as_strided(small, steps)
+        return torch.zeros(span, dtype=value.dtype).as_strided(small, strides)
 
     def result(self, value: Any, sums: Mapping[int, int] = MappingProxyType({})) -> Any:
         """Return a result's metadata in the call; ``sums`` has dims with sizes of their own."""
@@ -559,20 +547,26 @@ class _Scale:
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _NotScalable
         shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
-        return Metadata(shape, self._strides(value, shape), value.dtype)
+        strides, _ = _rescaled(value.shape, value.stride(), shape, gaps=False)
+        return Metadata(shape, strides, value.dtype)
 
-    def _strides(self, value: torch.Tensor, shape: Sequence[int]) -> Sequence[int]:
-        """Return the strides of a result: each step is the product of the sizes further in."""
-        steps = {1: 1}  # those of the call's result by those of the small one
-        small_step, large_step = 1, 1
-        strides = value.stride()
-        for dim in sorted(range(value.dim()), key=lambda d: strides[d]):
-            if value.shape[dim] > 1:
-                if strides[dim] != small_step:
-                    raise _NotScalable  # a gap, or an expanded dim
-                small_step *= value.shape[dim]
-                large_step *= shape[dim]
-                steps[small_step] = large_step
-        if any(step not in steps for step in strides):
-            raise _NotScalable
-        return [steps[step] for step in strides]
+
+def _rescaled(
+    shape: Sequence[int], strides: Sequence[int], sizes: Sequence[int], *, gaps: bool
+) -> tuple[list[int], int]:
+    """Return the strides of other sizes in the same order, and the number of elements they span.
+
+    With ``gaps``, dims may be expanded, and a gap becomes one of a factor 2.
+    """
+    steps, step, other_step = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
+        if gaps and strides[dim] == 0:
+            continue
+        if gaps and strides[dim] > step:
+            step, other_step = strides[dim], 2 * other_step
+        if strides[dim] != step:
+            raise _NotScalable  # the tensor overlaps itself, or a dim of size 1 is out of order
+        steps[dim] = other_step
+        step *= max(shape[dim], 1)
+        other_step *= max(sizes[dim], 1)
+    return steps, other_step
