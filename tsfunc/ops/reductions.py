@@ -7,7 +7,7 @@ because its only physical dim is the batch dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,13 +76,7 @@ def reduction(
 
 
 def _of_scalar(
-    op: Any,
-    x: Tensor,
-    given: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    position: int,
-    keep: int | None,
+    op: Any, x: Tensor, given: Any, args: Args, kwargs: Kwargs, position: int, keep: int | None
 ) -> Any:
     """Reduce a scalar over an added dim of size 1; keepdim has no effect."""
     single = isinstance(given, int)

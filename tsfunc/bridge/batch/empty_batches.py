@@ -9,7 +9,6 @@ slice of its results is returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -20,6 +19,7 @@ from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator
 from tsfunc.dispatch import Operator
 from tsfunc.errors import TsfuncError
 from tsfunc.ops.dims import InplaceRefused
+from tsfunc.ops.registry import Args, Kwargs
 
 _GOLDEN = 0.6180339887
 # Deliberate errors, which are raised for a batch of any size.
@@ -33,11 +33,7 @@ def may_fail_on_empty_batch(level: BatchLevel, error: Exception) -> bool:
 
 
 def run_on_made_up_example(
-    op: Operator,
-    level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    error: Exception,
+    op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs, error: Exception
 ) -> Any:
     """Return the results of an operator for a batch without examples.
 

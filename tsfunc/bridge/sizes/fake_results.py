@@ -85,6 +85,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
 from tsfunc.bridge.tracers.user_queries import defer_guards, suppress_guards
 from tsfunc.dispatch.state import overriding
+from tsfunc.ops.registry import Args, Kwargs
 
 _Call = Callable[..., Any]
 _META: Final = torch.device("meta")
@@ -95,12 +96,7 @@ UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def results_of(
-    fake: FakeTensorMode,
-    name: str,
-    call: _Call,
-    writes: bool,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    fake: FakeTensorMode, name: str, call: _Call, writes: bool, args: Args, kwargs: Kwargs
 ) -> Any:
     """Return the results of an operator on fake values: NOTE [guards of operators].
 
@@ -343,12 +339,12 @@ class FakeCache:
         """True if the metadata of arguments, without offsets, determines an operator's results."""
         return op.name not in UNCACHED and op.name not in _OF_OFFSETS
 
-    def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def of(self, op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
         """Return the results of an operator on fake values: NOTE [cached results]."""
         with DisableTorchFunction():
             return self._of(op, args, kwargs)
 
-    def _of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _of(self, op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
         moved = _from_start(op, args, kwargs)
         if moved is not None and self._is_plain(moved[0][0]):
             first, further = moved
@@ -519,7 +515,7 @@ class FakeCache:
 
 
 def _from_start(
-    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: TorchOperator, args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], int] | None:
     """Return an indexing call moved to begin at 0, and the storage offset that it was moved by.
 

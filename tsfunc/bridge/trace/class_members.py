@@ -26,6 +26,7 @@ from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_clas
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.ops.registry import Args, Kwargs
 
 # Members that concern the object and not its meaning, and those that a tracer handles itself.
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -188,11 +189,7 @@ def _keeping_calls(
 
 
 def _call_of(
-    node: torch.fx.Node,
-    level: TraceLevel,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    node: torch.fx.Node, level: TraceLevel, func: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> UserCall | None:
     """Return the call that a node stands for; None if its arguments are not those of the node."""
     nodes = _inputs(node)

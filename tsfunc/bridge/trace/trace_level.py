@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,7 @@ from tsfunc.bridge.tracers.tracer import (
 from tsfunc.bridge.tracers.user_queries import has_symbols, suppress_guards
 from tsfunc.dispatch import DispatchKey, Operator, current_levels, register_fallback, running_level
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import source_line, user_location
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -296,11 +297,7 @@ class TraceTracer(Tracer):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
         calls = innermost_calls(args)
@@ -423,11 +420,7 @@ def innermost_calls(args: Sequence[Any]) -> RepeatedCalls | None:
 
 
 def record_call(
-    op: TorchOperator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: Any,
-    level: TraceLevel,
+    op: TorchOperator, args: Args, kwargs: Kwargs, results: Any, level: TraceLevel
 ) -> Any:
     """Record a call of an operator at a level, given its results on fake values."""
     tracks = torch.is_grad_enabled()
@@ -454,12 +447,7 @@ def record_call(
 
 
 def record_on_nodes(
-    op: TorchOperator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: Any,
-    any_tracks: bool,
-    level: TraceLevel,
+    op: TorchOperator, args: Args, kwargs: Kwargs, results: Any, any_tracks: bool, level: TraceLevel
 ) -> tuple[torch.fx.Node, Any]:
     """Record a call of an operator that writes nothing; return its node and its results.
 
@@ -476,11 +464,7 @@ def record_on_nodes(
 
 
 def _record_node(
-    op: TorchOperator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    tracks: bool,
-    level: TraceLevel,
+    op: TorchOperator, args: Args, kwargs: Kwargs, tracks: bool, level: TraceLevel
 ) -> torch.fx.Node:
     node = level.record(op.overload, args, kwargs)
     node.meta["op"] = op
@@ -512,8 +496,8 @@ def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _record_results(
     op: TorchOperator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     results: Any,
     node: torch.fx.Node,
     level: TraceLevel,
@@ -571,7 +555,7 @@ def tracing_here() -> bool:
 
 
 @register_fallback(DispatchKey.Specialize)
-def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def specialize_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
     """The column of the Specialize key: compute results on fake values."""
     level = running_level()
     assert isinstance(level, TraceLevel)
@@ -594,7 +578,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 @register_fallback(DispatchKey.Trace)
-def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def trace_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
     """The column of the Trace key: compute the results, and record the call."""
     level = running_level()
     assert isinstance(level, TraceLevel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
-from tsfunc.ops.registry import Splitter
+from tsfunc.ops.registry import Args, Kwargs, Splitter
 from tsfunc.ops.splitting import common_value, comparison_rows
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -222,7 +222,7 @@ class BatchTracer(Tracer):
         return f"BatchTracer({text_of(self)} of {level.name}, {dims}: {value})"
 
 
-def unwrap_ended(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def unwrap_ended(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
     """Return the arguments with the values of tracers that outlive their vmap.
 
     NOTE [values that outlive a vmap]
@@ -468,12 +468,7 @@ def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
 
 
 def rewrap(
-    op: Operator,
-    level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,
-    out_dims: Any,
+    op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs, out: Any, out_dims: Any
 ) -> Any:
     """Wrap the results of a rule in tracers; an in-place operator returns its argument."""
     if isinstance(out, torch.Tensor):

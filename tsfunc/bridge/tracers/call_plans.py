@@ -172,12 +172,7 @@ class CallPlanTable:
         self.recorded: dict[Any, CallPlan] = {}
 
     def make(
-        self,
-        function: Any,
-        args: Args,
-        kwargs: Kwargs,
-        kinds: Sequence[Any],
-        key: Any,
+        self, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any], key: Any
     ) -> CallPlan:
         """Decide the plan of a call that the level takes, and keep it."""
         if self.composite:
@@ -196,12 +191,7 @@ class CallPlanTable:
         return _keep(self.plans, key, plan)
 
     def make_recorded(
-        self,
-        function: Any,
-        args: Args,
-        kwargs: Kwargs,
-        kinds: Sequence[Any],
-        key: Any,
+        self, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any], key: Any
     ) -> CallPlan:
         """Decide the plan of a call that autograd records at the level, and keep it."""
         if self.composite:
@@ -286,11 +276,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def _function_plan(
-    known: CallPlanTable,
-    function: Any,
-    args: Args,
-    kwargs: Kwargs,
-    kinds: Sequence[Any],
+    known: CallPlanTable, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]
 ) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
@@ -394,11 +380,7 @@ def _below_plan(function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any])
 
 
 def _plan_of_torch(
-    step: PlanStep,
-    function: Any,
-    args: Args,
-    kwargs: Kwargs,
-    kinds: Sequence[Any],
+    step: PlanStep, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]
 ) -> CallPlan:
     """Return the plan of a call that torch gets on the tracers.
 

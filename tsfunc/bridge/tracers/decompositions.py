@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -16,13 +16,11 @@ from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator
 from tsfunc.bridge.tracers.registrations import watching_factories
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, lift_where
+from tsfunc.ops.registry import Args, Kwargs
 
 
 def run_decomposition(
-    decomposition: Callable[..., Any],
-    level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    decomposition: Callable[..., Any], level: BatchLevel, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a decomposition on the tracers, at their own level.
 

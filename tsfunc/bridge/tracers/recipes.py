@@ -27,7 +27,7 @@ that imports Dynamo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc.bridge.tracers.call_plans import CallPlan, bdims_at_call, plans_of_operator
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of, tensors_in
 from tsfunc.bridge.tracers.torch_state import without_autograd
-from tsfunc.ops.registry import Category, RuleLevel
+from tsfunc.ops.registry import Args, Category, Kwargs, RuleLevel
 
 Step = tuple[TorchOperator, str, str, tuple[Any, ...], dict[str, Any], Any]
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -149,12 +149,7 @@ def _has_tensors_only(value: Any) -> bool:
 
 
 def record(
-    plan: CallPlan,
-    batch_size: int,
-    kinds: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    nested: bool,
+    plan: CallPlan, batch_size: int, kinds: Sequence[Any], args: Args, kwargs: Kwargs, nested: bool
 ) -> tuple[list[Step], list[list[tuple[Any, int | None]]]] | None:
     """Return the calls of a plan's rule and its results with their batch dims, or None.
 

@@ -279,11 +279,7 @@ class Tracer(torch.Tensor):
     # torch's annotation is for classes without subclasses, which are called without the operator.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
@@ -449,13 +445,7 @@ def _dispatch_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any
     return call_torch(func, types, args, kwargs)
 
 
-def _recorded(
-    method: Method,
-    func: Any,
-    types: Any,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _recorded(method: Method, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a function rule of the stage METHOD for ``explain``."""
     level = innermost_level((*args, *kwargs.values()))
     if level is None:

@@ -184,9 +184,7 @@ def narrowed(
 
 
 def with_dims(
-    inputs: Sequence[InputSpec],
-    named_dims: Mapping[str, Dim],
-    at: Mapping[tuple[int, int], Dim],
+    inputs: Sequence[InputSpec], named_dims: Mapping[str, Dim], at: Mapping[tuple[int, int], Dim]
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
     """Return inputs with named dims in place of some sizes."""
     specs = list(inputs)

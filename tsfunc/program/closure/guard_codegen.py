@@ -445,10 +445,7 @@ def strides_condition(at: str, example: torch.Tensor) -> str:
 
 
 def lines_of_tensors(
-    tensors: str,
-    examples: Sequence[torch.Tensor],
-    one_by_one: Iterable[str],
-    code: GuardCode,
+    tensors: str, examples: Sequence[torch.Tensor], one_by_one: Iterable[str], code: GuardCode
 ) -> Iterator[str]:
     """Check tensors of fixed sizes at once in C++, and by other lines if that fails.
 
