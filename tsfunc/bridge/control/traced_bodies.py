@@ -1,9 +1,20 @@
-"""The traced bodies of one control flow call: their common operands, and their results."""
+"""The traced bodies of one control flow call: their common operands, and their results.
+
+NOTE [layouts of results]
+A trace takes views of the results of control flow, so their strides must be those that it knows,
+whichever branch is taken and however many steps there are. If branches return a result with
+different strides, or a step returns a carry with other strides than it took, the bodies copy it
+into one order of its dims in memory: that of the first branch, or of the carry. A carry with gaps
+or expanded dims has no such order, and is copied before the loop. An expanded result is copied,
+because torch gives its strides to its tangent, whose elements it then writes. The results of a
+batch of calls are contiguous.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import optree
@@ -12,10 +23,13 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
+from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import in_memory_order, memory_order
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class TracedBody:
 
     Attributes:
         level: its level, with the graph.
+        arguments: the tensors that it was run on.
         leaves: the flat results: traced tensors, and Python numbers until ``convert_results``.
         spec: the structure of the results.
     """
@@ -40,9 +55,10 @@ class TracedBody:
         hidden: HiddenVmaps | None = None,
     ) -> None:  # fmt: skip
         self.level = BodyLevel(trace, hidden or HiddenVmaps())
-        arguments = [self.level.argument(x) for x in inputs]
+        self.arguments = [self.level.argument(x) for x in inputs]
+        self._unwrapped: list[Any] = []
         with in_body(self.level):
-            out = func(*arguments)
+            out = func(*self.arguments)
             leaves, self.spec = pytrees.flatten(out)
             self.leaves = [self.level.remap(leaf) for leaf in leaves]
         for leaf in self.leaves:
@@ -71,20 +87,37 @@ class TracedBody:
             for leaf in self.leaves
         ]
 
-    def end(self, stacks: Sequence[TracerStack | None]) -> list[TracedResult | None]:
-        """Give the results the layouts ``stacks``, and end the graph with them.
+    def unwrapped(self, stacks: Sequence[TracerStack | None]) -> list[Any]:
+        """Return the values of the results inside of the tracers ``stacks``; None for no tensor."""
+        if not self._unwrapped:
+            with in_body(self.level):
+                for leaf, stack in zip(self.leaves, stacks, strict=True):
+                    inner = None if stack is None else unwrap_all(rewrap_as(leaf, stack))[0]
+                    self._unwrapped.append(inner if inner is None else self.level.remap(inner))
+        return self._unwrapped
+
+    def end(
+        self, stacks: Sequence[TracerStack | None], orders: Sequence[Order | None] = ()
+    ) -> list[TracedResult | None]:
+        """Give the results the tracers ``stacks``, and end the graph with them.
 
         The stack, and the returned result, of a leaf that is not a tensor is None.
+
+        Args:
+            orders: for each result the order of its dims in memory that it is copied into, or None.
         """
         nodes = []
         results: list[TracedResult | None] = []
+        given = zip_longest(self.unwrapped(stacks), stacks, orders)
         with in_body(self.level):
-            for leaf, stack in zip(self.leaves, stacks, strict=True):
+            for inner, stack, order in given:
                 if stack is None:
                     results.append(None)
                     continue
-                inner, _ = unwrap_all(rewrap_as(leaf, stack))
-                inner = self.level.remap(inner)
+                if order is None and is_expanded(inner):
+                    order = [*range(inner.dim())]
+                if order is not None:
+                    inner = in_memory_order(inner, order)
                 nodes.append(inner.node)
                 results.append(TracedResult(inner.value, stack))
         self.level.graph.output(tuple(nodes))
@@ -113,6 +146,50 @@ def inputs_first(graph: torch.fx.Graph) -> None:
             first = node.next
         else:
             first.prepend(node)
+
+
+Order = list[int]
+"""The dims of a tensor without gaps, from the outermost in memory inwards."""
+
+
+def common_order(values: Sequence[Any]) -> Order | None:
+    """Return the order that results of several bodies are copied into; None if none is needed."""
+    first, *others = values
+    if first is None or all(same_layout(first, other) for other in others):
+        return None
+    return order_of(first) or [*range(first.dim())]
+
+
+def same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """True if two traced tensors of one shape have the same strides, whatever their sizes are.
+
+    The strides of dims of one element do not count, and neither do those of other layouts.
+    """
+    return x.layout is not torch.strided or _same_strides(x.shape, x.stride(), y.stride())
+
+
+def is_expanded(x: torch.Tensor) -> bool:
+    """True if several elements share a place in memory along a dim."""
+    strided = x.layout is torch.strided
+    return strided and any(
+        type(step) is int and step == 0 and not statically_known_true(size == 1)
+        for size, step in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def order_of(x: torch.Tensor) -> Order | None:
+    """Return the order of the dims in memory; None with gaps, expanded dims or unknown strides."""
+    order = [*range(x.dim())]
+    if all(type(step) is int for step in x.stride()):
+        order = memory_order(x.stride())
+    return order if _same_strides(x.shape, x.stride(), in_order(x.shape, order)) else None
+
+
+def _same_strides(shape: Sequence[Any], steps: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(
+        statically_known_true(size == 1) or statically_known_true(step == other)
+        for size, step, other in zip(shape, steps, others, strict=True)
+    )
 
 
 def common(columns: Iterable[dict[int, Frame]]) -> TracerStack:

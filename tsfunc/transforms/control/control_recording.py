@@ -15,7 +15,16 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
+from tsfunc.bridge.control.traced_bodies import (
+    TracedBody,
+    TracedResult,
+    common,
+    common_order,
+    is_expanded,
+    operands_of,
+    order_of,
+    same_layout,
+)
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
@@ -81,8 +90,9 @@ def record_switch(
         common(column) if isinstance(leaf, torch.Tensor) else None
         for leaf, column in zip(bodies[0].leaves, columns, strict=True)
     ]
-    ended = [body.end(stacks) for body in bodies]
-    results = ended[0]
+    # NOTE [layouts of results] in ``traced_bodies``.
+    orders = [*map(common_order, zip(*(body.unwrapped(stacks) for body in bodies), strict=True))]
+    results, *_ = [body.end(stacks, orders) for body in bodies]
     tensors, numbers, places = operands_of(bodies, 0)
     made = [
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
@@ -138,6 +148,7 @@ class Carry:
     Attributes:
         spec: the structure of the carry.
         numbers: the leaves that are numbers, by position.
+        copied: the positions of the leaves that the loop takes a copy of.
     """
 
     def __init__(self, trace: TraceLevel, init: Any, hidden: HiddenVmaps | None = None) -> None:
@@ -146,14 +157,17 @@ class Carry:
         self.numbers = {i: leaf for i, leaf in enumerate(leaves) if is_number(leaf)}
         self.leaves = [leaf if is_number(leaf) else as_traced(leaf, trace) for leaf in leaves]
         self.needed = [needed_frames(leaf) for leaf in self.leaves]
+        self.copied: set[int] = set()
 
     def inputs(self) -> list[Any]:
         """Return the tensors among the leaves, with their batch dims in front."""
-        return [
-            rewrap_as(leaf, stack)
+        wrapped: list[Any] = [
+            None if stack is None else rewrap_as(leaf, stack)
             for leaf, stack in zip(self.leaves, self.stacks(), strict=True)
-            if stack is not None
         ]
+        for i in self.copied:
+            wrapped[i] = wrapped[i].clone(memory_format=torch.contiguous_format)
+        return [x for x in wrapped if x is not None]
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors."""
@@ -198,6 +212,25 @@ class Carry:
                     own[depth] = frame
                     grown = True
         return grown
+
+    def orders(self, body: TracedBody, stacks: Sequence[TracerStack | None]) -> list[Any] | None:
+        """Return the orders that a body's results are copied into, to be laid out as the carry is.
+
+        None if a leaf of the carry has no order, and is copied from now on: the body must be traced
+        again. See NOTE [layouts of results] in ``traced_bodies``.
+        """
+        orders: list[Any] = []
+        before = len(self.copied)
+        given = iter(body.arguments)
+        for i, value in enumerate(body.unwrapped(stacks)[: len(self.leaves)]):
+            own = None if value is None else unwrap_all(next(given))[0]
+            if own is None or (same_layout(own, value) and not is_expanded(own)):
+                orders.append(None)
+                continue
+            orders.append(order_of(own) or [*range(own.dim())])
+            if order_of(own) is None:
+                self.copied.add(i)
+        return orders if len(self.copied) == before else None
 
     def stacks(self) -> list[TracerStack | None]:
         return [
@@ -261,15 +294,19 @@ def record_scan(
         if not carry.numbers_match(body):
             continue
         needed = body.batched()
-        if not carry.add_frames(needed[: len(carry.leaves)]):
+        if carry.add_frames(needed[: len(carry.leaves)]):
+            continue
+        y_leaves = body.leaves[len(carry.leaves) :]
+        y_stacks = [
+            common([needs]) if isinstance(leaf, torch.Tensor) else None
+            for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
+        ]
+        stacks = [*carry.stacks(), *y_stacks]
+        orders = carry.orders(body, stacks)
+        if orders is not None:
             break
     y_spec = pytrees.structure_of(ys)
-    y_leaves = body.leaves[len(carry.leaves) :]
-    y_stacks = [
-        common([needs]) if isinstance(leaf, torch.Tensor) else None
-        for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
-    ]
-    results = body.end([*carry.stacks(), *y_stacks])
+    results = body.end(stacks, orders)
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
     stacked = [
         stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
@@ -331,8 +368,11 @@ def record_while(
             more = vmaps_of(condition.leaves[0])
             carry.hidden = HiddenVmaps([*hidden.levels.values(), *more])
         elif not carry.add_frames(body.batched()):
-            break
-    results = [r for r in body.end(carry.single_example_stacks()) if r is not None]
+            stacks = carry.single_example_stacks()
+            orders = carry.orders(body, stacks)
+            if orders is not None:
+                break
+    results = [r for r in body.end(stacks, orders) if r is not None]
     condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
     made = [

@@ -284,7 +284,7 @@ class MappedOperator(ExpandedOperator):
         if merged is not None and self._is_cheap_as_one(operands):
             return merged(*operands)
         physical = self.op.of_batch(operands, self.batched)
-        return self._vmapped(*operands) if physical is None else tuple(physical)
+        return self._vmapped(*operands) if physical is None else _contiguous(physical)
 
     def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
         return _mapped(self.op, self.batched, *operands)
@@ -342,7 +342,12 @@ def _mapped(
     dims = [0 if each else None for each in batched]
     dims += [None] * (len(operands) - len(dims))
     results: tuple[Any, ...] = vmap(op, in_dims=tuple(dims), randomness="same")(*operands)
-    return results
+    return _contiguous(results)
+
+
+def _contiguous(results: Iterable[Any]) -> tuple[Any, ...]:
+    """Return results with the strides of NOTE [layouts of results] in ``traced_bodies``."""
+    return tuple(x.contiguous() for x in results)
 
 
 def _flattened(
