@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, overload
 
 import torch
 
@@ -16,6 +16,9 @@ from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.transforms.specialized import LoadedFunction, Specialized, read_loaded
 from tsfunc.user_code import folding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -36,60 +39,45 @@ def _specialize_in_dynamo(
     return NotImplemented if contract or closure != "guard" else func
 
 
+class _Options(TypedDict, total=False):
+    """The options of ``specialize``, whose meaning and defaults are in its docstring."""
+
+    max_specializations: int
+    closure: Closure
+    auto_widen: bool
+    backend: Any
+    hoist: bool | Collection[str]
+
+
 @overload
 def specialize(
     func: torch.nn.Module,
     descriptors: DescriptorsOrContracts | None = None,
-    *,
-    max_specializations: int = 64,
-    closure: Closure = "guard",
-    auto_widen: bool = True,
-    backend: Any = "python",
-    hoist: bool | Collection[str] = False,
+    **options: Unpack[_Options],
 ) -> Specialized[..., Any]: ...
 @overload
 def specialize(
     func: Callable[_Params, _Result],
     descriptors: DescriptorsOrContracts | None = None,
-    *,
-    max_specializations: int = 64,
-    closure: Closure = "guard",
-    auto_widen: bool = True,
-    backend: Any = "python",
-    hoist: bool | Collection[str] = False,
+    **options: Unpack[_Options],
 ) -> Specialized[_Params, _Result]: ...
 @overload
 def specialize(
     func: classmethod[_Owner, _Params, _Result],
     descriptors: DescriptorsOrContracts | None = None,
-    *,
-    max_specializations: int = 64,
-    closure: Closure = "guard",
-    auto_widen: bool = True,
-    backend: Any = "python",
-    hoist: bool | Collection[str] = False,
+    **options: Unpack[_Options],
 ) -> classmethod[_Owner, _Params, _Result]: ...
 @overload
 def specialize(
     func: property,
     descriptors: DescriptorsOrContracts | None = None,
-    *,
-    max_specializations: int = 64,
-    closure: Closure = "guard",
-    auto_widen: bool = True,
-    backend: Any = "python",
-    hoist: bool | Collection[str] = False,
+    **options: Unpack[_Options],
 ) -> property: ...
 @overload
 def specialize(
     func: DescriptorsOrContracts | None = None,
     descriptors: DescriptorsOrContracts | None = None,
-    *,
-    max_specializations: int = 64,
-    closure: Closure = "guard",
-    auto_widen: bool = True,
-    backend: Any = "python",
-    hoist: bool | Collection[str] = False,
+    **options: Unpack[_Options],
 ) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
 @boundary("specialize", traceable=True)
 @delegate_in_dynamo(_specialize_in_dynamo)
