@@ -10,7 +10,8 @@ import torch
 from optree import PyTreeSpec
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, current_trace, in_body
+from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError

@@ -10,7 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
-from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
 from tsfunc.bridge.tracers.current_level import current_tracer_level, tracer_level_outside
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level

@@ -17,11 +17,11 @@ import torch.fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
 from tsfunc.bridge.tracers.dynamo import outside_dynamo

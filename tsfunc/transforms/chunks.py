@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.trace_level import tracing_here
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import NoGeneratorStates, generator_states_for
@@ -75,7 +75,7 @@ def chunk_sizes_for(
     """
     if spec.chunk_size != "auto":
         return FixedSize(spec.chunk_size) if spec.chunk_size < size else None
-    if tracing_here() or size < 2:
+    if current_trace() is not None or size < 2:
         return None
     leaves = [*flat, *pytrees.leaves_of(rest)]
     device = _device_of(leaves)
@@ -146,7 +146,7 @@ def run_in_chunks(
 ) -> Any:
     """Run the examples in chunks and join the results."""
     generators = generator_states_for(spec.randomness)
-    if generators is not None and tracing_here():
+    if generators is not None and current_trace() is not None:
         generators = NoGeneratorStates(
             f"vmap({spec.name}, randomness={spec.randomness!r}, chunk_size={spec.chunk_size}): in "
             f"a trace the chunks can't begin with the same random numbers, as this randomness "

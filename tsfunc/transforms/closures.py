@@ -18,11 +18,10 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import detached
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.lifted_tensors import Lifting
-from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, node_of_output
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import traces_compile
 from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.errors import CustomRuleError

@@ -28,7 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.trace_level import tracing_here
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.argnums import is_nested
@@ -118,7 +118,7 @@ SizesOf = Callable[[torch.Tensor], ChunkSizes | None]
 
 def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, run: Run) -> Any:
     """Run a vmapped call whose examples may diverge or have different sizes."""
-    if tracing_here():
+    if current_trace() is not None:
         return run_traced(spec, sources, size, run)
     runner = Runner(spec, sources, run)
     for group in groups_by_size(sources, size):

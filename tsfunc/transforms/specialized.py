@@ -25,7 +25,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
-from tsfunc.bridge.trace.trace_level import tracing_here
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.trace.trace_rules import guard_or_none
 from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import outside_dynamo, replace_in_dynamo
@@ -209,7 +209,7 @@ class Specialized(Generic[_Params, _Result]):
         """Check the contract, trace the function, and keep the program."""
         flat, tree = pytrees.flatten((args, kwargs))
         call = CacheMiss(self.target, (args, kwargs), flat, tree)
-        if tracing_here():
+        if current_trace() is not None:
             return self.func(*args, **kwargs)
         with self.cache.lock:
             known = self.cache.find(args, kwargs)

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import without_inference_mode
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks

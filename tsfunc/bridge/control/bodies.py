@@ -39,7 +39,6 @@ from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.current_level import current_level
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
@@ -423,8 +422,3 @@ def in_body(level: BodyLevel) -> Iterator[None]:
 
 
 _epochs = itertools.count(1)
-
-
-def current_trace() -> TraceLevel | None:
-    """Return the trace, or the body, that records the current code; None outside of traces."""
-    return current_level(TraceLevel)

@@ -37,10 +37,9 @@ from tsfunc.bridge.grad.mapped_function import (
     with_outer_tangents,
 )
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_ended
 from tsfunc.bridge.tracers.checks import is_batched
-from tsfunc.bridge.tracers.current_level import current_level
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import innermost_value
@@ -81,7 +80,7 @@ def _apply(cls: Any, *args: Any) -> Any:
     if is_reentrant(cls):
         return not_reentrant(*args)
     seen = [as_seen_by_current_level(arg) for arg in args]
-    trace = current_level(TraceLevel)
+    trace = current_trace()
     if trace is not None:  # else torch would put a node into a graph outside of the trace
         seen = [trace.lifted_here(arg) if isinstance(arg, torch.Tensor) else arg for arg in seen]
     return _apply_seen(cls, tuple(seen))

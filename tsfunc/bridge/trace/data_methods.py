@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-from tsfunc.bridge.trace.trace_level import TraceLevel, tracing_here
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer import innermost_level
@@ -65,7 +65,7 @@ def _batch_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _float(value: Any) -> Any:
     """Return ``float(value)``; for a traced count of batches, the number of the program."""
-    if isinstance(value, torch.Tensor) and tracing_here():
+    if isinstance(value, torch.Tensor) and current_trace() is not None:
         return value.item()
     return float(value)
 

@@ -48,6 +48,7 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_copies import copied
 from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
+from tsfunc.bridge.tracers.current_level import current_level
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import map_inner_tensor
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items, operator_of
@@ -232,6 +233,11 @@ class TraceLevel(TracerLevel):
         """True if a tensor belongs to a torch.func transform inside the trace."""
         depth = _functorch.maybe_get_level(value)
         return depth == _ENDED or depth > self.functorch_depth
+
+
+def current_trace() -> TraceLevel | None:
+    """Return the trace, or the body, that records the current code; None outside of traces."""
+    return current_level(TraceLevel)
 
 
 _names: dict[int, str] = {}  # by the ids of overloads, which live as long as torch
@@ -544,11 +550,6 @@ def is_traced(value: Any) -> bool:
         return False
     root = value.dispatch_level.root
     return any(getattr(level, "root", None) is root for level in current_levels())
-
-
-def tracing_here() -> bool:
-    """True if the running code is being traced."""
-    return any(isinstance(level, TraceLevel) for level in current_levels())
 
 
 # --- the kernels of the two keys

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunction
 
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.tensor_guards import offset_outside
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, trace_kernel, tracing_here
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, current_trace, trace_kernel
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
@@ -53,7 +53,7 @@ function_rules.add(
 
 def _new_tensor(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Implement ``x.new_tensor(data)``; torch's own detaches its result in place."""
-    if not tracing_here() or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
+    if current_trace() is None or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
         return NotImplemented
     like, data = args
     options = {"dtype": like.dtype, "device": like.device, **kwargs}

@@ -16,7 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.graph_compilers import Backend
-from tsfunc.bridge.trace.trace_level import tracing_here
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import transform_code
 from tsfunc.errors import DescriptorViolation
@@ -342,7 +342,7 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checked(values: Sequence[Any]) -> Any:
-        if tracing_here():
+        if current_trace() is not None:
             raise NeedsInlining
         return run(values)
 

@@ -17,7 +17,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.trace.trace_level import tracing_here
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import CacheMiss
@@ -38,7 +38,7 @@ def variants_of_entry(
     target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
 ) -> list[CachedProgram]:
     """Return entries for variations of an entry's call that no other entry serves."""
-    if tracing_here():
+    if current_trace() is not None:
         return []
     target = dataclasses.replace(target, backend=None)  # a file has no compiled code
     entries = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.symbols import check_size
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.errors import FailedCheckError
 from tsfunc.program.passes.effects import Aliases, writes, written
 from tsfunc.program.program import Program

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.linear_maps import batch_first
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer, current_trace
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import is_batched_in_functorch

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import torch
 
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subsets import run_guarded
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts

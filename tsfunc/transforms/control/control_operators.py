@@ -19,8 +19,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Axes, Body, ReducedOperator
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, rewrap_as
+from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import (
@@ -26,7 +26,7 @@ from tsfunc.bridge.control.traced_bodies import (
     same_layout,
 )
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.sizes.strides import dense_strides_like
-from tsfunc.bridge.trace.trace_level import SYMBOLIC
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, current_trace
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph

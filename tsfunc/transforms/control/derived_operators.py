@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import (
     Axes,
     Body,
@@ -32,6 +31,7 @@ from tsfunc.bridge.control.control_flow import (
 from tsfunc.bridge.control.effect_operator import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.sizes.strides import derivative_strides
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS

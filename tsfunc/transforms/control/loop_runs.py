@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subsets import run_guarded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.sizes.symbols import check_size
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.draw_keys import (
     DrawCounts,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.bridge.tracers.user_queries import statically_known_true

@@ -14,8 +14,8 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.dispatch import current_levels
 from tsfunc.errors import TypeCheckError
 from tsfunc.transforms.abstract_eval import eval_shape, without_data

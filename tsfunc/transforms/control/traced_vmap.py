@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames
+from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.trace_level import TraceLevel
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
