@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.ops import dims as d
 
 DTYPES = [
@@ -111,6 +113,23 @@ def test_writing_into_an_unbatched_tensor_is_refused() -> None:
     words = r"inplace arithmetic\(self, \*extra_args\) is not possible because there exists a"
     with pytest.raises(RuntimeError, match=words):
         d.refuse_inplace(torch.Tensor.add_)
+
+
+def test_memory_order_is_that_of_empty_like(request: pytest.FixtureRequest) -> None:
+    rng = random.Random(request.config.option.hypothesis_seed)
+    memory = torch.zeros(1000)
+    for _ in range(500):
+        rank = rng.randrange(5)
+        shape = [rng.choice((1, 2, 3, 4)) for _ in range(rank)]
+        strides = [rng.choice((0, 1, 2, 3, 12, 24)) for _ in range(rank)]
+        x = memory.as_strided(shape, strides)
+        order = d.memory_order(shape, strides)
+        assert d.permuted_back(x.permute(order), order).stride() == x.stride()
+        if torch.ops.aten.is_non_overlapping_and_dense(x):
+            continue  # its strides are kept, also those of dims of size 1, which have no order
+        made = dense_strides(shape, order)
+        assert made == [*torch.empty_like(x).stride()], (shape, strides)
+        assert made == [*d.without_overlaps(x).stride()]
 
 
 def test_defaults_fill_up() -> None:

@@ -51,15 +51,50 @@ def physical_dims(dims: Sequence[int], rank: int, bdim: int) -> list[int]:
     return [physical_dim(dim, rank, bdim) for dim in dims]
 
 
-def memory_order(strides: Sequence[int]) -> list[int]:
-    """Return the dims from the outermost in memory inwards; expanded dims come first."""
-    return sorted(range(len(strides)), key=lambda dim: (strides[dim] != 0, -strides[dim], dim))
+def memory_order(shape: Sequence[int], *operands: Sequence[int]) -> list[int]:
+    """Return the dims from the outermost in memory inwards, as torch orders those of a result.
+
+    An expanded dim is in no order with others, and dims of one stride are ordered by their sizes.
+
+    Args:
+        operands: the strides of the tensors that the result is made of; the first ones decide.
+
+    Source: ``TensorIteratorBase::reorder_dimensions`` and ``infer_dense_strides`` in torch.
+    """
+    order: list[int] = []
+
+    def is_inside(dim: int, other: int) -> bool | None:
+        """True if a dim belongs inside of another one, False if outside; None if it is open."""
+        for steps in operands:
+            step, other_step = steps[dim], steps[other]
+            if step and other_step:
+                if step != other_step:
+                    return step < other_step
+                if shape[dim] < shape[other]:
+                    return True
+        return None
+
+    for dim in reversed(range(len(shape))):
+        order.insert(0, dim)
+        at = 0
+        for k in range(1, len(order)):
+            inside = is_inside(dim, order[k])
+            if inside:
+                order[at], order[k] = order[k], dim
+                at = k
+            elif inside is False:
+                break
+    return order
+
+
+def permuted_back(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the tensor whose ``permute(order)`` is ``x``."""
+    return x.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return a tensor without gaps whose dims have an order in memory, copied if it needs to be."""
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return x.permute(*order).contiguous().permute(*places)
+    return permuted_back(x.permute([*order]).contiguous(), order)
 
 
 def without_overlaps(x: Tensor) -> Tensor:
@@ -67,7 +102,7 @@ def without_overlaps(x: Tensor) -> Tensor:
     steps = x.stride()
     if not all(type(step) is int for step in steps):
         return x.contiguous()
-    return in_memory_order(x, memory_order(steps))
+    return in_memory_order(x, memory_order(x.shape, steps))
 
 
 def check_dims_of_scalar(dims: Sequence[int]) -> None:

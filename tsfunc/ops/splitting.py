@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import is_compressed, select_examples
-from tsfunc.ops.dims import function_name
+from tsfunc.ops.dims import function_name, memory_order, permuted_back
 from tsfunc.ops.registry import RuleLevel
 
 
@@ -64,11 +64,11 @@ def take_examples(x: Tensor, bdim: int, positions: Tensor) -> Tensor:
     strides = x.stride()
     if strides[bdim] == 0:
         return x.narrow(bdim, 0, count)
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
+    order = memory_order(x.shape, strides)
     if order == sorted(order):
         return x.index_select(bdim, positions.to(x.device))
     laid = x.permute(order).index_select(order.index(bdim), positions.to(x.device))
-    return laid.permute([order.index(dim) for dim in range(x.dim())])
+    return permuted_back(laid, order)
 
 
 _FEW = 256  # up to this number of rows, comparing in Python is faster than by operators

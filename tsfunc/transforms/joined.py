@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import optree
@@ -13,6 +12,7 @@ from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.ops.compressed import concatenate, is_compressed
+from tsfunc.ops.dims import memory_order, permuted_back
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
@@ -147,9 +147,8 @@ class _CopyingJoiner:
         self.first = self.kind(value)
         shape = list(value.shape)
         shape[dim] = size
-        order = _outermost_first(value)
-        whole = value.new_empty([shape[i] for i in order])
-        self.whole = whole.permute([order.index(i) for i in range(len(order))])
+        order = memory_order(value.shape, value.stride())
+        self.whole = permuted_back(value.new_empty([shape[i] for i in order]), order)
 
     def kind(self, value: Any) -> str:
         return _kind(value, self.dim)
@@ -168,11 +167,3 @@ def _kind(value: Any, dim: int) -> str:
     if dim < len(shape):
         shape[dim] = "examples"
     return f"a tensor of shape ({', '.join(map(str, shape))}) and {value.dtype}"
-
-
-def _outermost_first(value: torch.Tensor) -> Sequence[int]:
-    """Return the dims in the order of their strides, the largest first."""
-    strides = value.stride()
-    if 0 in strides:  # expanded: the same memory for all examples
-        return range(value.dim())
-    return sorted(range(value.dim()), key=lambda i: -strides[i])

@@ -16,8 +16,9 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.shape_probe import ENOUGH, ShapeProbe, at
-from tsfunc.bridge.sizes.strides import dense_strides_like
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.tracers.user_queries import suppress_guards
+from tsfunc.ops.dims import memory_order
 
 
 def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
@@ -67,7 +68,7 @@ def _fitted(
         if size is None:
             return None
         shape.append(size)
-    strides = dense_strides_like(shape, first.stride())
+    strides = dense_strides(shape, memory_order(first.shape, first.stride()))
     with DisableTorchFunction(), fake, suppress_guards(fake):
         return torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 

@@ -6,7 +6,7 @@ size 1, with fewer dims than the result, or with a number as an operand: a progr
 strides would take views that the kernels' results do not have. Here the order is that of the
 kernels.
 
-Source: ``TensorIteratorBase::fast_set_up`` and ``reorder_dimensions`` in torch.
+Source: ``TensorIteratorBase::fast_set_up`` in torch.
 
 torch's rule for fake tensors accepts some views that the kernel refuses: those that join dims
 across a dim of size 1. A program with such a view would fail, or read the wrong elements.
@@ -54,12 +54,13 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
     if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
         return None
     if contiguous:
-        strides: list[int] | None = dense_strides(shape, [*reversed(range(len(shape)))])
+        strides: list[int] | None = dense_strides(shape, range(len(shape)))
         return None if strides == list(result.stride()) else strides
     broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
     strides = None if broadcasts else _common_strides(operands)
     if strides is None:
-        strides = _strides(shape, [_broadcast_strides(x, shape) for x in operands])
+        order = memory_order(shape, *[_broadcast_strides(x, shape) for x in operands])
+        strides = dense_strides(shape, order)
     return None if strides == list(result.stride()) else strides
 
 
@@ -82,7 +83,7 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
             x.is_contiguous(memory_format=order) for x in operands
         ):
             dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
-            return dense_strides(first.shape, [*reversed(dims)])
+            return dense_strides(first.shape, dims)
     same = all(x.stride() == first.stride() for x in operands)
     return list(first.stride()) if same and _is_dense(first) else None
 
@@ -104,47 +105,14 @@ def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
     return [0] * missing + [0 if n == 1 and size != 1 else step for n, step, size in pairs]
 
 
-def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
-    """Return the strides of the result of operands with these strides, as TensorIterator does."""
-    order = [*reversed(range(len(shape)))]  # the dims from the innermost outwards
-
-    def compare(a: int, b: int) -> int:
-        """Return 1 if dim ``b`` belongs inside of dim ``a``, -1 if outside, 0 if it is open."""
-        for steps in operands:
-            if steps[a] == 0 or steps[b] == 0:
-                continue
-            if steps[a] != steps[b]:
-                return 1 if steps[a] > steps[b] else -1
-            if shape[a] > shape[b]:
-                return 1
-        return 0
-
-    for i in range(1, len(order)):
-        at = i
-        for k in reversed(range(i)):
-            order_of_pair = compare(order[k], order[at])
-            if order_of_pair > 0:
-                order[k], order[at] = order[at], order[k]
-                at = k
-            elif order_of_pair < 0:
-                break
-    return dense_strides(shape, order)
-
-
 def dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """Return the strides of a tensor without gaps, whose innermost dims come first in the order."""
+    """Return the strides of a tensor without gaps, whose outermost dims come first in the order."""
     strides: list[Any] = [0] * len(shape)
     step: Any = 1
-    for dim in order:
+    for dim in reversed(order):
         strides[dim], size = step, shape[dim]
         step = step * (max(size, 1) if isinstance(size, int) else size)
     return strides
-
-
-def dense_strides_like(shape: Sequence[Any], strides: Sequence[int]) -> list[Any]:
-    """Return the strides of a tensor without gaps, in the order of other strides."""
-    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
-    return dense_strides(shape, order)
 
 
 # NOTE [layouts of derivatives]
@@ -159,7 +127,7 @@ def derivative_strides(tensor: torch.Tensor) -> list[int] | None:
     steps = tensor.stride()
     if not all(type(n) is int for n in (*steps, *tensor.shape)):
         return None
-    return dense_strides(tensor.shape, [*reversed(memory_order(steps))])
+    return dense_strides(tensor.shape, memory_order(tensor.shape, steps))
 
 
 # --- the strides of views

@@ -28,6 +28,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
 from tsfunc.bridge import compiled
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -35,6 +36,7 @@ from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.errors import ClosureError, TypeCheckError
+from tsfunc.ops.dims import memory_order
 from tsfunc.user_code import called_by_user, is_lookup, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,13 +130,8 @@ _handlers = compiled.load()
 
 def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dims from the innermost in memory outwards; None if there are gaps."""
-    order = sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
-    step = 1
-    for k in order:
-        if x.stride(k) != step:
-            return None
-        step *= x.shape[k]
-    return tuple(order)
+    order = memory_order(x.shape, x.stride())
+    return tuple(order[::-1]) if dense_strides(x.shape, order) == [*x.stride()] else None
 
 
 # The guarded properties of an argument, as source code, and the functions that read them.

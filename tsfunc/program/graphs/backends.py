@@ -35,6 +35,7 @@ from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.fake_results import storage_address
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.compiled_derivatives import (
     call_differentiably,
@@ -54,6 +55,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
+from tsfunc.ops.dims import memory_order
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import make_compilable
@@ -423,11 +425,7 @@ def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.T
     if all(isinstance(size, int) for size in shape):
         strides: list[Any] = list(like.stride())
     else:
-        order = sorted(range(len(shape)), key=lambda i: (like.stride(i), -i))
-        strides, step = [0] * len(shape), 1
-        for i in order:
-            strides[i] = step
-            step = step * shape[i]
+        strides = dense_strides(shape, memory_order(like.shape, like.stride()))
     return new_fake_input(symbols.fake, shape, strides, like.dtype, like.device, like.requires_grad)
 
 

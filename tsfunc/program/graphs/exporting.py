@@ -25,6 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_export import exported_by_torch
 from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
+from tsfunc.ops.dims import memory_order, permuted_back
 from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.example_arguments import sizes_for
@@ -103,10 +104,9 @@ def _problems(
 def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     like = spec.example
     shape = spec.shape(sizes)
-    order = sorted(range(len(shape)), key=lambda i: (like.stride(i), -i), reverse=True)
+    order = memory_order(like.shape, like.stride())
     made = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    example = made.permute(back)
+    example = permuted_back(made, order)
     return example.requires_grad_() if like.requires_grad else example
 
 

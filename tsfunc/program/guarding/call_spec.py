@@ -14,11 +14,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
-from tsfunc.bridge.sizes.strides import dense_strides_like
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.dispatch import state
+from tsfunc.ops.dims import memory_order
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import (
     Guard,
@@ -134,7 +135,8 @@ def example_call(
         shape = spec.shape(named)
         own = spec.example.requires_grad
         wanted = own if requires_grad is None else spec.position in requires_grad
-        strides = dense_strides_like(shape, spec.example.stride())
+        order = memory_order(spec.example.shape, spec.example.stride())
+        strides = dense_strides(shape, order)
         flat[spec.position] = new_fake_input(
             fake, shape, strides, spec.example.dtype, spec.example.device, wanted
         )

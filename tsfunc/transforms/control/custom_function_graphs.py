@@ -11,9 +11,10 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.sizes.strides import dense_strides_like
+from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, current_trace
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
+from tsfunc.ops.dims import memory_order
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.json_values import NoFileForm
@@ -212,7 +213,7 @@ def size_of(form: DimForm) -> Any:
 def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
     """Return a tensor without data whose strides have the order of the type's strides."""
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
-    strides = dense_strides_like(shape, type_.strides)
+    strides = dense_strides(shape, memory_order(shape, type_.strides))
     made = placeholder(shape, type_.dtype, type_.device, strides)
     return made.requires_grad_() if differentiable(made) else made
 

@@ -148,7 +148,7 @@ def laid_out_like(tensor: torch.Tensor, derivative: torch.Tensor) -> torch.Tenso
         return derivative
     if [*derivative.stride()] == wanted:
         return derivative
-    return in_memory_order(derivative, memory_order(tensor.stride()))
+    return in_memory_order(derivative, memory_order(tensor.shape, tensor.stride()))
 
 
 def with_zeros(
