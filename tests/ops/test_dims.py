@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.ops import dims as d
 
 DTYPES = [
@@ -127,7 +126,7 @@ def test_memory_order_is_that_of_empty_like(request: pytest.FixtureRequest) -> N
         assert d.permuted_back(x.permute(order), order).stride() == x.stride()
         if torch.ops.aten.is_non_overlapping_and_dense(x):
             continue  # its strides are kept, also those of dims of size 1, which have no order
-        made = dense_strides(shape, order)
+        made = d.dense_strides(shape, order)
         assert made == [*torch.empty_like(x).stride()], (shape, strides)
         assert made == [*d.without_overlaps(x).stride()]
 

@@ -54,7 +54,8 @@ def physical_dims(dims: Sequence[int], rank: int, bdim: int) -> list[int]:
 def memory_order(shape: Sequence[int], *operands: Sequence[int]) -> list[int]:
     """Return the dims from the outermost in memory inwards, as torch orders those of a result.
 
-    An expanded dim is in no order with others, and dims of one stride are ordered by their sizes.
+    An expanded dim is in no order with others. Dims of one stride are ordered by their sizes, if
+    these are ints.
 
     Args:
         operands: the strides of the tensors that the result is made of; the first ones decide.
@@ -70,7 +71,8 @@ def memory_order(shape: Sequence[int], *operands: Sequence[int]) -> list[int]:
             if step and other_step:
                 if step != other_step:
                     return step < other_step
-                if shape[dim] < shape[other]:
+                size, other_size = shape[dim], shape[other]
+                if type(size) is type(other_size) is int and size < other_size:
                     return True
         return None
 
@@ -85,6 +87,16 @@ def memory_order(shape: Sequence[int], *operands: Sequence[int]) -> list[int]:
             elif inside is False:
                 break
     return order
+
+
+def dense_strides(shape: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
+    """Return the strides of a tensor without gaps; ``order`` has the dims, the outermost first."""
+    strides: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim], size = step, shape[dim]
+        step = step * (max(size, 1) if isinstance(size, int) else size)
+    return strides
 
 
 def permuted_back(x: Tensor, order: Sequence[int]) -> Tensor:

@@ -21,13 +21,13 @@ from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
+from tsfunc.ops.dims import dense_strides
 
 
 def call(
@@ -214,7 +214,7 @@ def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) ->
     for frame in inside:
         assert isinstance(frame.level, BatchLevel)
         shape = (frame.level.batch_size, *value.shape)
-        value = trace.fake_like(value, shape, in_order(shape))
+        value = trace.fake_like(value, shape, dense_strides(shape))
     return TracedResult(value, _batched(result.stack, inside))
 
 

@@ -23,13 +23,12 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
-from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import in_memory_order, memory_order
+from tsfunc.ops.dims import dense_strides, in_memory_order, memory_order
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,8 @@ def order_of(x: torch.Tensor) -> Order | None:
     """Return the order of the dims in memory; None with gaps, expanded dims or unknown strides."""
     order = [*range(x.dim())]
     if all(type(step) is int for step in x.stride()):
-        order = memory_order(x.stride())
-    return order if _same_strides(x.shape, x.stride(), in_order(x.shape, order)) else None
+        order = memory_order(x.shape, x.stride())
+    return order if _same_strides(x.shape, x.stride(), dense_strides(x.shape, order)) else None
 
 
 def _same_strides(shape: Sequence[Any], steps: Sequence[Any], others: Sequence[Any]) -> bool:

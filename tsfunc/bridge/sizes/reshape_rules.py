@@ -19,7 +19,6 @@ import torch
 from tsfunc.bridge.sizes.shape_probe import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     has_symbols_in,
-    in_order,
     is_of_data,
     known,
     new_like,
@@ -27,6 +26,7 @@ from tsfunc.bridge.sizes.shape_rules import (
     view_like,
 )
 from tsfunc.bridge.tracers.user_queries import suppress_guards
+from tsfunc.ops.dims import dense_strides
 
 # Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
 # number (``hsplit``, ``glu``, ``pixel_shuffle``) check them when the program runs.
@@ -41,7 +41,7 @@ def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
     filled = _filled_in(x, shape)
     if filled is None or not _is_in_order(x):
         return NotImplemented
-    return view_like(x, filled, in_order(filled))
+    return view_like(x, filled, dense_strides(filled))
 
 
 @shape_rule("view_copy", "_reshape_copy")

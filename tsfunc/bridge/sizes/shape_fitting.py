@@ -16,9 +16,8 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.shape_probe import ENOUGH, ShapeProbe, at
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 
 
 def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:

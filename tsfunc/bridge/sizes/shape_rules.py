@@ -23,7 +23,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import wrap_dim
+from tsfunc.ops.dims import dense_strides, wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
 # fake results, or NotImplemented to use torch's own rule.
@@ -65,22 +65,8 @@ def new_like(
     """Return a new fake tensor on the device of ``x``; ``order`` has its dims, outermost first."""
     with suppress_guards(x.fake_mode):
         return torch.empty_strided(
-            shape, in_order(shape, order), dtype=dtype or x.dtype, device=x.device
+            shape, dense_strides(shape, order), dtype=dtype or x.dtype, device=x.device
         )
-
-
-def in_order(shape: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
-    """Return dense strides for a shape; ``order`` has the dims, outermost first."""
-    strides: list[Any] = [1] * len(shape)
-    step: Any = 1
-    for dim in reversed(order or range(len(shape))):
-        strides[dim] = step
-        step = step * _at_least_1(shape[dim])
-    return strides
-
-
-def _at_least_1(size: Any) -> Any:
-    return max(size, 1) if isinstance(size, int) else size
 
 
 @shape_rule("_new_zeros_with_same_feature_meta")

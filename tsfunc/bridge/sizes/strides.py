@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.ops.tensor_iterator import clamp, pointwise, where
 
 # --- the strides of pointwise operators
@@ -54,7 +54,7 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
     if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
         return None
     if contiguous:
-        strides: list[int] | None = dense_strides(shape, range(len(shape)))
+        strides: list[int] | None = dense_strides(shape)
         return None if strides == list(result.stride()) else strides
     broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
     strides = None if broadcasts else _common_strides(operands)
@@ -82,7 +82,7 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
         if (order is torch.contiguous_format or first.dim() == 4) and all(
             x.is_contiguous(memory_format=order) for x in operands
         ):
-            dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
+            dims = () if order is torch.contiguous_format else (0, 2, 3, 1)
             return dense_strides(first.shape, dims)
     same = all(x.stride() == first.stride() for x in operands)
     return list(first.stride()) if same and _is_dense(first) else None
@@ -103,16 +103,6 @@ def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
     missing = len(shape) - x.dim()
     pairs = zip(x.shape, x.stride(), shape[missing:], strict=True)
     return [0] * missing + [0 if n == 1 and size != 1 else step for n, step, size in pairs]
-
-
-def dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """Return the strides of a tensor without gaps, whose outermost dims come first in the order."""
-    strides: list[Any] = [0] * len(shape)
-    step: Any = 1
-    for dim in reversed(order):
-        strides[dim], size = step, shape[dim]
-        step = step * (max(size, 1) if isinstance(size, int) else size)
-    return strides
 
 
 # NOTE [layouts of derivatives]

@@ -28,7 +28,6 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -36,7 +35,7 @@ from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.user_code import called_by_user, is_lookup, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -35,7 +35,6 @@ from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.fake_results import storage_address
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.compiled_derivatives import (
     call_differentiably,
@@ -55,7 +54,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import make_compilable

@@ -14,12 +14,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.dispatch import state
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import (
     Guard,

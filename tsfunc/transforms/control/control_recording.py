@@ -25,7 +25,6 @@ from tsfunc.bridge.control.traced_bodies import (
     order_of,
     same_layout,
 )
-from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -34,6 +33,7 @@ from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import dense_strides
 from tsfunc.transforms.control.call_forms import Batching
 from tsfunc.transforms.control.control_operators import (
     AssociativeScan,
@@ -254,7 +254,7 @@ def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedRes
     """Return the type of the stacked results, from that of one step's."""
     value = one.value
     shape = [size, *value.shape]
-    like = trace.fake_like(value, shape, in_order(shape))
+    like = trace.fake_like(value, shape, dense_strides(shape))
     return TracedResult(like, one.stack.shifted_by(1))
 
 

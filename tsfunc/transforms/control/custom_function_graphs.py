@@ -11,10 +11,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.sizes.strides import dense_strides
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, current_trace
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
-from tsfunc.ops.dims import memory_order
+from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.json_values import NoFileForm

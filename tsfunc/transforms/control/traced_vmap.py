@@ -15,11 +15,11 @@ from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
 from tsfunc.bridge.control.traced_bodies import TracedResult
-from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
+from tsfunc.ops.dims import dense_strides
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.control_operators import While
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
@@ -119,5 +119,5 @@ def _of_all(
     one: TracedResult, sizes: Sequence[Any], hidden: HiddenVmaps, trace: TraceLevel
 ) -> TracedResult:
     shape = (*sizes, *one.value.shape)
-    value = trace.fake_like(one.value, shape, in_order(shape))
+    value = trace.fake_like(one.value, shape, dense_strides(shape))
     return TracedResult(value, hidden.result_layout(one.stack))
