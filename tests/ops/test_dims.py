@@ -131,6 +131,20 @@ def test_memory_order_is_that_of_empty_like(request: pytest.FixtureRequest) -> N
         assert made == [*d.without_overlaps(x).stride()]
 
 
+def test_memory_span_reaches_from_the_first_to_the_last_element(
+    request: pytest.FixtureRequest,
+) -> None:
+    rng = random.Random(request.config.option.hypothesis_seed)
+    places = torch.arange(500)
+    for _ in range(200):
+        rank = rng.randrange(4)
+        shape = [rng.randrange(5) for _ in range(rank)]
+        strides = [rng.choice((0, 1, 2, 7, 30)) for _ in range(rank)]
+        reached = places.as_strided(shape, strides)
+        expected = int(reached.max() - reached.min()) + 1 if reached.numel() else 0
+        assert d.memory_span(shape, strides) == expected, (shape, strides)
+
+
 def test_defaults_fill_up() -> None:
     assert d.with_defaults((), 0, -1) == [0, -1]
     assert d.with_defaults((2,), 0, -1) == [2, -1]

@@ -109,6 +109,13 @@ def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
     return permuted_back(x.permute([*order]).contiguous(), order)
 
 
+def memory_span(shape: Sequence[Any], strides: Sequence[Any]) -> Any:
+    """Return the number of elements of memory from the first to the last element of a tensor."""
+    if 0 in [size for size in shape if isinstance(size, int)]:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
 def without_overlaps(x: Tensor) -> Tensor:
     """Return a copy of an expanded tensor that has an element for each of its own."""
     steps = x.stride()
@@ -191,6 +198,11 @@ def at_least_one_dim(x: Tensor, dim: int) -> Tensor:
 def flatten_logical(x: Tensor) -> Tensor:
     """Return the tensor with all logical dims flattened into dim 1; its batch dim is first."""
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def flatten_examples(x: Tensor, bdim: int | None) -> Tensor:
+    """Return the tensor with its batch dim first and all logical dims flattened into one."""
+    return flatten_logical(batch_to_front(x, bdim))
 
 
 def expand_at(x: Tensor, bdim: int | None, size: int, to: int) -> Tensor:

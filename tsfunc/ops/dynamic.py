@@ -18,6 +18,7 @@ from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import (
     align,
     batch_to_front,
+    flatten_examples,
     flatten_logical,
     function_name,
     logical_rank,
@@ -88,15 +89,9 @@ def compare_tensors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwa
         )
     if alike or not exact:
         same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:], **kwargs)
-        agree(op, level, _rows(same, bdim).all(1))
+        agree(op, level, flatten_examples(same, bdim).all(1))
     one = [x if bdim is None else x.select(bdim, 0) for x, bdim in zip(args, bdims, strict=True)]
     return op(*one, **kwargs), None
-
-
-def _rows(x: Tensor, bdim: int = 0) -> Tensor:
-    """Return one row of elements per example."""
-    x = batch_to_front(x, bdim)
-    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
 def _run_each_example(
@@ -171,7 +166,7 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
     Returns:
         For each mask a tensor (example, element, dim).
     """
-    counts = torch.stack([_rows(mask).count_nonzero(1) for mask in masks], 1)
+    counts = torch.stack([flatten_logical(mask).count_nonzero(1) for mask in masks], 1)
     agree(op, level, counts)
     flat = [mask.nonzero() for mask in masks]
     size = level.batch_size
@@ -230,7 +225,7 @@ def _masked_select(op: Any, level: RuleLevel, bdims: BatchDims, x: Tensor, mask:
         refuse_dynamic_size(op, "Use torch.where(mask, x, fill) instead")
     (x, mask), bdim = align([x, mask], bdims)
     x, mask = (batch_to_front(t, bdim) for t in torch.broadcast_tensors(x, mask))
-    agree(op, level, _rows(mask).count_nonzero(1))
+    agree(op, level, flatten_logical(mask).count_nonzero(1))
     out = op(x, mask)
     return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
 

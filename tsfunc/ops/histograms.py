@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
-    batch_to_front,
     batches_first,
     expand_to_front,
+    flatten_examples,
     flatten_logical,
     logical_rank,
     with_defaults,
@@ -50,7 +50,7 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
 def histc(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Bins of equal width. Without a range, the range of each example is used."""
     bins, low, high = with_defaults(args[1:], 100, 0, 0)
-    x = flatten_logical(batch_to_front(args[0], bdims[0]))
+    x = flatten_examples(args[0], bdims[0])
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
     positions = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
     positions = torch.where((x >= lows) & (x <= highs), positions, bins)

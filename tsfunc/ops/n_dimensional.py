@@ -13,13 +13,13 @@ from tsfunc.ops.dims import (
     batch_to_front,
     every_dim,
     expand_to_front,
+    flatten_examples,
     physical_dim,
     physical_dims,
     unit_dims,
     with_defaults,
     wrap_dim,
 )
-from tsfunc.ops.reductions import flatten_examples
 from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted

@@ -16,10 +16,10 @@ from torch import Tensor
 from tsfunc.ops.compressed import LAYOUTS
 from tsfunc.ops.dims import (
     align,
-    batch_to_front,
     check_dims_of_scalar,
     every_dim,
     expand_at,
+    flatten_examples,
     physical_dim,
     promote_scalars,
     refuse_inplace,
@@ -29,12 +29,6 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
-
-
-def flatten_examples(x: Tensor, bdim: int) -> Tensor:
-    """Return the tensor with its batch dim first and all logical dims flattened into one."""
-    x = batch_to_front(x, bdim)
-    return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
 
 def reduction(

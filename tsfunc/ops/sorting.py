@@ -14,6 +14,7 @@ from tsfunc.ops.dims import (
     align_batch_dim,
     batch_to_front,
     expand_to_front,
+    flatten_examples,
     flatten_logical,
     logical_rank,
     physical_dim,
@@ -123,7 +124,7 @@ def isin(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     if bdims[1] is None:
         # Elements that are unique in each example can occur in several examples.
         return op(elements, values, **{**kwargs, "assume_unique": False}), bdims[0]
-    values = flatten_logical(batch_to_front(values, bdims[1]))
+    values = flatten_examples(values, bdims[1])
     if isinstance(elements, Tensor):
         rank = logical_rank(elements, bdims[0])
         elements = align_batch_dim(elements, bdims[0], rank).unsqueeze(-1)

@@ -16,6 +16,7 @@ from tsfunc.ops.dims import (
     batch_to_front,
     check_dims_of_scalar,
     every_dim,
+    memory_span,
     physical_dim,
     physical_dims,
     unit_dims,
@@ -281,19 +282,15 @@ def _within(
     begin: Any = x.storage_offset()
     shape = [size for dim, size in enumerate(x.shape) if dim != bdim]
     steps = [step for dim, step in enumerate(x.stride()) if dim != bdim]
-    last = offset + _span(sizes, strides)
-    if 0 in shape or offset < begin or last > begin + _span(shape, steps):
+    last = offset + memory_span(sizes, strides) - 1
+    end = begin + memory_span(shape, steps) - 1
+    if 0 in shape or offset < begin or last > end:
         raise RuntimeError(
             f"vmap: as_strided(size={list(sizes)}, stride={list(strides)}, storage_offset="
             f"{offset}) reads memory from {offset} to {last}, but the first example, of shape "
-            f"{tuple(shape)}, has that from {begin} to {begin + _span(shape, steps)}. This is not "
+            f"{tuple(shape)}, has that from {begin} to {end}. This is not "
             f"supported inside of vmap: use other views (slices, unfold, diagonal) instead."
         )
-
-
-def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """Return the distance in memory between the first and the last element."""
-    return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
 @VIEWS.row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
@@ -321,7 +318,7 @@ def as_strided_scatter(
     if offset is None:
         offset = begin
     if bdim is None:
-        span = _span(x.shape, x.stride()) + 1 if x.numel() else 0
+        span = memory_span(x.shape, x.stride())
         copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
         x, bdim, offset = copies.copy_(x), 0, offset - begin
     _within(x, bdim, sizes, strides, offset)

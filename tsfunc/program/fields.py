@@ -112,14 +112,7 @@ class Field:
 
     def record(self, *keys: str) -> Sequence[Field]:
         """Return the values of an object that has exactly these keys."""
-        if type(self.value) is not dict:
-            self.expected(f"an object with {', '.join(keys)}")
-        for key in keys:
-            if key not in self.value:
-                self.fail(f"{key} is missing")
-        if len(self.value) != len(keys):
-            (extra, *_) = [key for key in self.value if key not in keys]
-            self.fail(f"there is no {extra[:40]!r} in such an object")
+        self.require_keys(keys)
         return [Field(self.value[key], self, key) for key in keys]
 
     def at(self, key: str) -> Field:
@@ -133,7 +126,7 @@ class Field:
             self.expected("an object")
         return Field(self.value[key], self, key) if key in self.value else None
 
-    def require_keys(self, required: Sequence[str], optional: Sequence[str]) -> None:
+    def require_keys(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """Check that an object has the required keys, and no others except the optional ones."""
         if type(self.value) is not dict:
             self.expected(f"an object with {', '.join(required)}")

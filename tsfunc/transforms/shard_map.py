@@ -26,6 +26,7 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
 from tsfunc.bridge.mesh.mesh_operators import outermost_trace
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -379,7 +380,7 @@ def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractC
     """
     if not torch.is_grad_enabled() and not tls.state.levels[: -len(levels)]:
         return _UNCHANGED
-    traced = outermost_trace() is not None  # a derivative of the program may come later
+    traced = current_trace() is not None  # a derivative of the program may come later
     captured = [
         x
         for x in consts_of([func])

@@ -47,7 +47,7 @@ from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.mesh.exchanges import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
-from tsfunc.bridge.trace.trace_level import TraceLevel
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
@@ -199,7 +199,7 @@ def is_plain_exchange(x: Tensor) -> bool:
 
 def in_trace() -> bool:
     """True if a program is being traced, whose exchanges run later."""
-    return outermost_trace() is not None
+    return current_trace() is not None
 
 
 def outermost_trace() -> TraceLevel | None:
@@ -213,8 +213,8 @@ def outermost_trace() -> TraceLevel | None:
 def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:
     """Return this rank's index along an axis; a trace records it as a node."""
     on = torch.get_default_device() if device is None else device
-    for level in reversed(tls.state.levels):
-        if isinstance(level, TraceLevel):
-            traced: Tensor = operator_of(INDEX).run_at(level, (axis, mesh), {"device": on})
-            return traced
-    return _run_index(axis, mesh, device=on)
+    trace = current_trace()
+    if trace is None:
+        return _run_index(axis, mesh, device=on)
+    traced: Tensor = operator_of(INDEX).run_at(trace, (axis, mesh), {"device": on})
+    return traced

@@ -23,7 +23,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import dense_strides, wrap_dim
+from tsfunc.ops.dims import dense_strides, memory_span, wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
 # fake results, or NotImplemented to use torch's own rule.
@@ -75,20 +75,13 @@ def zeros_for_tangent(
 ) -> Any:
     """Zeros of the tangent's batch dims and of the shape, strides and offset of the primal."""
     batch, offset = tangent.shape[:self_num_batch_dims], primal.storage_offset()
-    numel: Any = offset + _numel_spanned(primal)
+    numel: Any = offset + memory_span(primal.shape, primal.stride())
     strides = list(primal.stride())
     for size in reversed(batch):
         strides.insert(0, numel)
         numel = numel * size
     memory = new_like(primal, [numel], tangent.dtype)
     return view_like(memory, [*batch, *primal.shape], strides, offset)
-
-
-def _numel_spanned(x: torch.Tensor) -> Any:
-    """Return the number of elements from the first to the last one in memory."""
-    if 0 in [size for size in x.shape if isinstance(size, int)]:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 @shape_rule("slice.Tensor")

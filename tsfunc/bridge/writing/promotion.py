@@ -37,6 +37,7 @@ from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, att
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
 from tsfunc.bridge.writing.storages import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, detach_hook, hook_of
+from tsfunc.ops.dims import memory_span
 
 Tensors = Sequence[torch.Tensor]
 
@@ -195,9 +196,7 @@ class _Extent:
     @property
     def span(self) -> Any:
         """The number of elements from the first to the last that the tensor reaches."""
-        if 0 in self.size:
-            return 0
-        return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return memory_span(self.size, self.stride)
 
     def bounds(self) -> tuple[int, int]:
         """Return the first byte that the tensor reaches, and the end."""

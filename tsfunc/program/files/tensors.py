@@ -9,7 +9,6 @@ in the others. Tensors of dtypes that safetensors does not have are bytes too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 
 from tsfunc.errors import FileFormatError
+from tsfunc.ops.dims import memory_span
 from tsfunc.program.fields import Field
 from tsfunc.program.files.json_values import NoFileForm, ValueReader
 from tsfunc.types.values import plain_name
@@ -135,13 +135,8 @@ def _span(name: str, tensor: torch.Tensor) -> tuple[tuple[Any, int], int, int]:
         return (name, 0), 0, 0
     storage, size = tensor.untyped_storage(), tensor.element_size()
     first = int(tensor.storage_offset()) * size
-    last = first + _extent(tensor.shape, tensor.stride()) * size
+    last = first + int(memory_span(tensor.shape, tensor.stride())) * size
     return (tensor.device, storage.data_ptr()), first, last
-
-
-def _extent(shape: Sequence[Any], strides: Sequence[Any]) -> int:
-    """Return the number of elements of memory from the first to the last element of a tensor."""
-    return 1 + int(sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
 
 
 def _storage_bytes(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -231,7 +226,7 @@ class TensorReader:
         count = math.prod(shape)
         if count >= _MOST:
             record.at("shape").fail("it has too many elements")
-        if count and first + _extent(shape, strides) > len(held):
+        if count and first + memory_span(shape, strides) > len(held):
             record.fail(f"it goes beyond its memory of {len(memory)} bytes")
         try:
             return held.as_strided(shape, strides, first if count else 0)

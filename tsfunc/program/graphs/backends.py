@@ -54,7 +54,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
-from tsfunc.ops.dims import dense_strides, memory_order
+from tsfunc.ops.dims import dense_strides, memory_order, memory_span
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import make_compilable
@@ -412,10 +412,8 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor with the same strides."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if not tensor.numel():
-        return torch.empty_like(tensor)
-    memory = tensor.detach().as_strided((last + 1,), (1,)).clone()
+    span = memory_span(tensor.shape, tensor.stride())
+    memory = tensor.detach().as_strided((span,), (1,)).clone()
     return memory.as_strided(tensor.shape, tensor.stride())
 
 

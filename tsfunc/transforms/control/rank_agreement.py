@@ -25,8 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
 from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
-from tsfunc.bridge.mesh.mesh_operators import outermost_trace
-from tsfunc.bridge.trace.trace_level import TraceTracer
+from tsfunc.bridge.trace.trace_level import TraceTracer, current_trace
 from tsfunc.bridge.trace.trace_rules import records_outside
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import nested_tracers
@@ -76,7 +75,7 @@ def _is_seen_outside(
     """True if a transform outside of the levels, or a derivative, sees what the functions take."""
     active = list(tls.state.levels)
     outer = active[: active.index(levels[0])]
-    traced = outermost_trace() is not None
+    traced = current_trace() is not None
     given = [x for x in pytrees.leaves_of(tuple(operands)) if isinstance(x, torch.Tensor)]
     for x in (*given, *consts_of(functions)):
         value = as_seen_by_current_level(x)
