@@ -195,7 +195,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any
             inputs.append(taken[key].select(source.dim, 0))
             continue
         level.note_argument(taken[key], i)
-        inputs.append(wrap(taken[key], source.dim, level, taken[key].storage_offset()))
+        inputs.append(wrap(taken[key], source.dim, level))
     return inputs
 
 

@@ -345,7 +345,7 @@ def _run(
     try:
         with level, watching:
             inputs: Any = [
-                value if bdim is None else wrap(value, bdim, level, value.storage_offset())
+                value if bdim is None else wrap(value, bdim, level)
                 for value, bdim in zip(flat, bdims, strict=True)
             ]
             level.axis_name, level.outside_roots = spec.axis_name, (spec.func, flat, kwargs)

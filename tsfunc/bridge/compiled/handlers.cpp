@@ -35,11 +35,8 @@ namespace {
 
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count >= 3, "wrap(): expected a value, a batch dim and a level");
-  return wrap(
-             THPVariable_Unpack(args[0]), args[0], args[1], args[2],
-             count > 3 && args[3] != Py_None)
-      .release();
+  TORCH_CHECK(count == 3, "wrap(): expected a value, a batch dim and a level");
+  return wrap(THPVariable_Unpack(args[0]), args[0], args[1], args[2]).release();
   END_HANDLE_TH_ERRORS
 }
 

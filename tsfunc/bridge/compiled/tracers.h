@@ -94,18 +94,14 @@ const at::Tensor* tensor_of(PyObject* tracer) {
 // batched. The value's Python object may be null. Values that are laid out in other ways than by
 // strides are wrapped in Python.
 Owned wrap(
-    const at::Tensor& value, PyObject* object, PyObject* bdim, PyObject* level,
-    bool with_offset = true) {
+    const at::Tensor& value, PyObject* object, PyObject* bdim, PyObject* level) {
   auto* impl = value.unsafeGetTensorImpl();
   if (slot(level, slots.kind) != names.tracer || !is_strided(value) ||
       impl->has_symbolic_sizes_strides() || value.is_quantized() || value.is_nested()) {
     Owned wrapped = object == nullptr ? checked(THPVariable_Wrap(value)) : Owned::copy(object);
-    Owned offset = Owned::copy(Py_None);
-    if (with_offset && is_strided(value))
-      offset = checked(PyObject_CallMethod(wrapped.get(), "storage_offset", nullptr));
-    PyObject* args[5] = {nullptr, wrapped.get(), bdim, level, offset.get()};
+    PyObject* args[4] = {nullptr, wrapped.get(), bdim, level};
     return checked(
-        PyObject_Vectorcall(names.wrap, args + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+        PyObject_Vectorcall(names.wrap, args + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
   int64_t at = -1;
   if (bdim != Py_None) {
@@ -113,7 +109,7 @@ Owned wrap(
     if (at == -1 && PyErr_Occurred()) raise();
   }
   auto sizes = value.sizes(), strides = value.strides();
-  int64_t offset = with_offset ? value.storage_offset() : 0;
+  int64_t offset = value.storage_offset();
   bool contiguous = at == 0 && sizes[0] != 0 && offset == 0 && value.is_contiguous();
   c10::SmallVector<int64_t, 6> kept_sizes, kept_strides;
   for (size_t i = 0; i < sizes.size(); ++i) {

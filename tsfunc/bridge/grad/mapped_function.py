@@ -75,11 +75,7 @@ def rewrapped(
                 return arg
         if not isinstance(level, BatchLevel):
             return level.lift(result)
-        return (
-            result
-            if bdim is None and not level.autograd
-            else wrap(result, bdim, level, result.storage_offset())
-        )
+        return result if bdim is None and not level.autograd else wrap(result, bdim, level)
 
     return [tracer(result, bdim) for result, bdim in zip(results, bdims, strict=True)]
 

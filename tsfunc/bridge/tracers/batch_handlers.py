@@ -237,7 +237,7 @@ def _wrapped(
     if plan.writes:
         return args[0]
     if plan.operator is None or type(values) is _Tensor:
-        return wrap(values, bdims, level, values.storage_offset() if plan.view else None)
+        return wrap(values, bdims, level)
     made = rewrap(plan.operator, level, args, kwargs, values, bdims)
     return made if plan.form is None else plan.form.result_of(made)
 

@@ -86,7 +86,7 @@ class BatchLevel(TracerLevel):
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         value = self.lift_for_outer_traces(value)
-        return wrap(value, None, self, value.storage_offset())
+        return wrap(value, None, self)
 
     def handles_factory(self, name: str, random: bool) -> bool:
         # A number that C++ makes a tensor of must stay a number, because its dtype has lower
@@ -197,12 +197,10 @@ class BatchTracer(Tracer):
     layouts: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
 
     def aliased_here(self) -> BatchTracer:
-        value = self.value
-        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
+        return wrap(self.value, self.bdim, self.dispatch_level)
 
     def detached_here(self) -> BatchTracer:
-        value = self.value.detach()
-        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
+        return wrap(self.value.detach(), self.bdim, self.dispatch_level)
 
     @forwards_call
     def read(self, name: str) -> Any:
@@ -253,12 +251,14 @@ def unwrap_ended(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
     return (values, named) if changed else None
 
 
-def wrap_in_python(
-    value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
-) -> BatchTracer:
-    """Return the tracer of a physical value at storage offset ``offset`` (None: 0)."""
+def wrap_in_python(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTracer:
+    """Return the tracer of a physical value, at the value's storage offset.
+
+    Forward mode compares the offsets of primals and tangents.
+    """
     tracer: Any
     if type(value) is _Tensor and bdim is not None and value.layout is _strided:
+        offset = value.storage_offset()
         # Positional arguments parse faster; the None is the memory format.
         shape: Any = value.shape
         if bdim == 0:
@@ -275,9 +275,7 @@ def wrap_in_python(
             level.kind, shape, strides, offset or None, None, value.dtype, _strided, value.device
         )
     else:
-        if type(offset) is int and offset == 0:
-            offset = None
-        tracer = _wrapper(value, bdim, level, offset)
+        tracer = _wrapper(value, bdim, level)
     tracer.dispatch_level = level
     tracer.bdim = bdim
     tracer.value = value
@@ -289,14 +287,17 @@ _handlers = compiled.load()
 wrap: Callable[..., BatchTracer] = wrap_in_python if _handlers is None else _handlers.wrap
 
 
-def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> Any:
     # Bypass the handlers, because a value may be a tracer itself.
     with DisableTorchFunctionSubclass():
         shape: Any = _shape_of(value)
         if type(value) is not _Tensor and environment_of(shape) is not None:
-            return _symbolic_wrapper(value, bdim, level, offset)
+            return _symbolic_wrapper(value, bdim, level)
         layout, dtype, device = value.layout, _dtype_of(value), _device_of(value)
         strides: Any = None
+        offset: Any = _Tensor.storage_offset(value) if layout is _strided else None
+        if type(offset) is int and offset == 0:
+            offset = None
         if layout is _strided and not (
             not bdim
             and offset is None
@@ -308,26 +309,24 @@ def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: A
         shape = shape[:bdim] + shape[bdim + 1 :]
         if strides is not None:
             strides = strides[:bdim] + strides[bdim + 1 :]
-    if layout is not _strided:
-        offset = None
-        if layout in _COMPRESSED:  # NOTE [compressed tracers]
-            check_batch(value)
-            layout = _strided
+    if layout in _COMPRESSED:  # NOTE [compressed tracers]
+        check_batch(value)
+        layout = _strided
     return _make_wrapper(level.kind, shape, strides, offset, None, dtype, layout, device)
 
 
-def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> Any:
     """Return the wrapper of a value with symbolic sizes, without guards."""
     shape: Any = value.shape
     strided = value.layout is _strided
     strides = value.stride() if strided else None
+    offset = _Tensor.storage_offset(value) if strided else None
     if bdim is not None:
         shape = shape[:bdim] + shape[bdim + 1 :]
         strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
     with suppress_guards_of(value.shape):
         return _make_wrapper(
-            level.kind, shape, strides, offset if strided else None, None, value.dtype,
-            value.layout, value.device,
+            level.kind, shape, strides, offset, None, value.dtype, value.layout, value.device,
         )  # fmt: skip
 
 
@@ -475,7 +474,7 @@ def rewrap(
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
             return op.written_argument(args, kwargs)
-        return wrap(out, out_dims, level, out.storage_offset())
+        return wrap(out, out_dims, level)
     if isinstance(out, list | tuple):
         every = not isinstance(out_dims, list | tuple)
         wrapped = [
@@ -488,7 +487,7 @@ def rewrap(
 
 def _rewrap_one(item: Any, bdim: Any, level: BatchLevel) -> Any:
     if isinstance(item, torch.Tensor):
-        return wrap(item, bdim, level, item.storage_offset())
+        return wrap(item, bdim, level)
     if isinstance(item, list | tuple):
         return [_rewrap_one(part, bdim, level) for part in item]
     return item

@@ -100,13 +100,12 @@ class CallPlan:
         training: the position of the argument that must be False, because a random function in
             training has no plan; or None.
         form: the conversion of the arguments to an operator's schema, or None.
-        view: True if a result may have a storage offset, as a view has.
         writes: True if the call writes to its first argument, a batched tracer, and returns it.
     """
 
     __slots__ = (
         "bdims", "below", "dim", "first", "form", "function", "innermost", "operator", "parsed",
-        "recipes", "rule", "shifts", "step", "target", "training", "unrecorded", "view", "writes",
+        "recipes", "rule", "shifts", "step", "target", "training", "unrecorded", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -132,7 +131,6 @@ class CallPlan:
         self.innermost = False
         self.below = False
         self.training: int | None = None
-        self.view = operator is not None
         self.writes = operator is not None and operator.inplace
 
     def __repr__(self) -> str:
@@ -295,7 +293,7 @@ def _function_plan(
             direct.parsed = _parsed(function, args, kwargs)
             return direct
         plan = CallPlan(PlanStep.RULE, function, rule.rule)
-        plan.bdims, plan.view = _bdims_of_kinds(kinds[: len(args)]), rule.view
+        plan.bdims = _bdims_of_kinds(kinds[: len(args)])
         plan.below = isinstance(function, C_TYPES) and (
             function not in METHODS or _leaves(Stage.METHOD, function, kinds)
         )
