@@ -442,7 +442,7 @@ def make_dual(
 ) -> torch.Tensor:
     """Return the dual tensor of a primal and its tangent, as a tensor of the level."""
     primal, tangent = lift(primal, level), lift(tangent, level)
-    if 0 in primal.stride():
+    if is_expanded(primal):
         # torch gives a tangent the strides of its primal, which fails for an expanded primal.
         primal = without_overlaps(primal)
     if not _known_to_have_equal_strides(primal, tangent) or differentiated_by_outer((tangent,)):
@@ -453,6 +453,12 @@ def make_dual(
     with DisableTorchFunctionSubclass():
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
+
+
+def is_expanded(value: Any) -> bool:
+    """True if several elements of a tensor are one in memory."""
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return strided and 0 in value.stride()
 
 
 def _known_to_have_equal_strides(primal: torch.Tensor, tangent: torch.Tensor) -> bool:

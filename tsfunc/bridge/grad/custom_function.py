@@ -13,7 +13,7 @@ After the first transform has run, ``apply_hook`` passes every call of ``Functio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import hooks, pytrees
 from tsfunc.bridge.grad import apply_hook
-from tsfunc.bridge.grad.autograd import is_perturbed
+from tsfunc.bridge.grad.autograd import is_expanded, is_perturbed, outside_graph
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
     bdim_of,
+    differentiable,
     has_setup,
     results_of_rule,
     rewrapped,
@@ -54,25 +55,59 @@ _torch_vmap = Function.vmap
 def torch_apply(cls: Any, *args: Any) -> Any:
     """Call torch's own method, which adds one node to the graph of the tensor arguments."""
     if cls.jvp is not torch_jvp and can_carry_tangents():
-        cls = _on_primals(cls)
+        cls = _for_tangents(cls)
     return apply_hook.call_torch_apply(cls, *args)
 
 
-_ON_PRIMALS = "__tsfunc_on_primals__"
+_FOR_TANGENTS = "__tsfunc_for_tangents__"
 
 
-def _on_primals(cls: Any) -> Any:
-    """Return the class with a ``jvp`` that sees saved tensors without their tangents.
+def _for_tangents(cls: Any) -> Any:
+    """Return the class for calls whose arguments may have tangents.
 
-    torch disables forward mode in it, but its tangents may have tangents of outer levels.
+    Its ``jvp`` sees saved tensors without their tangents. torch disables forward mode in it, but
+    its tangents may have tangents of outer levels. Its ``forward`` returns copies of expanded
+    tensors, since torch gives a tangent the strides of its primal.
     """
-    if hasattr(cls.jvp, "on_primals"):
-        return cls
-    made = cls.__dict__.get(_ON_PRIMALS)
+    made = cls.__dict__.get(_FOR_TANGENTS)
     if made is None:
-        made = type(cls.__name__, (cls,), {"jvp": staticmethod(with_outer_tangents(cls.jvp))})
-        setattr(cls, _ON_PRIMALS, made)
+        jvp = cls.jvp if hasattr(cls.jvp, "on_primals") else with_outer_tangents(cls.jvp)
+        forward = _with_own_elements(cls.forward, has_setup(cls))
+        members = {"jvp": staticmethod(jvp), "forward": staticmethod(forward)}
+        made = type(cls.__name__, (cls,), members)
+        setattr(cls, _FOR_TANGENTS, made)
     return made
+
+
+# The attributes that the methods of a ctx set, with tensors that may be results.
+_OF_CTX = ("to_save", "saved_for_forward", "non_differentiable")
+
+
+def _with_own_elements(forward: Callable[..., Any], setup: bool) -> Callable[..., Any]:
+    """Return a ``forward`` whose results are not expanded, unless they are arguments.
+
+    Args:
+        setup: True if ``forward`` takes no ctx.
+    """
+
+    def run(*args: Any) -> Any:
+        out = forward(*args)
+        copies: dict[int, Any] = {}
+        for x in out if isinstance(out, tuple) else (out,):
+            if is_expanded(x) and differentiable(x) and not any(x is arg for arg in args):
+                with outside_graph(True):
+                    copies[id(x)] = x.clone(memory_format=torch.contiguous_format)
+        if not copies:
+            return out
+        for name in () if setup else _OF_CTX:
+            tensors = getattr(args[0], name, None)
+            if isinstance(tensors, tuple):
+                setattr(args[0], name, tuple(copies.get(id(x), x) for x in tensors))
+        if not isinstance(out, tuple):
+            return copies[id(out)]
+        return tuple(copies.get(id(x), x) for x in out)
+
+    return run
 
 
 def _apply(cls: Any, *args: Any) -> Any:
