@@ -121,6 +121,10 @@ def _depends_on(result: TracedResult, level: TracerLevel, trace: TraceLevel) -> 
 class _Recorded(Function):
     """A call as one node of the graph of a level that differentiates by some of its inputs."""
 
+    # The trace knows the batch dims and the strides of the results: NOTE [layouts of results] in
+    # ``traced_bodies``.
+    lays_out_results = True
+
     @staticmethod
     def forward(
         ctx: Any, call: _Call, results: Sequence[TracedResult], grad_mode: bool, *inputs: Any

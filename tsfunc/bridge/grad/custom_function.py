@@ -67,13 +67,15 @@ def _for_tangents(cls: Any) -> Any:
 
     Its ``jvp`` sees saved tensors without their tangents. torch disables forward mode in it, but
     its tangents may have tangents of outer levels. Its ``forward`` returns copies of expanded
-    tensors, since torch gives a tangent the strides of its primal.
+    tensors, since torch gives a tangent the strides of its primal. A copy can have its batch dim in
+    another place, so classes whose callers know the places have ``lays_out_results``.
     """
     made = cls.__dict__.get(_FOR_TANGENTS)
     if made is None:
         jvp = cls.jvp if hasattr(cls.jvp, "on_primals") else with_outer_tangents(cls.jvp)
-        forward = _with_own_elements(cls.forward, has_setup(cls))
-        members = {"jvp": staticmethod(jvp), "forward": staticmethod(forward)}
+        members = {"jvp": staticmethod(jvp)}
+        if not getattr(cls, "lays_out_results", False):
+            members["forward"] = staticmethod(_with_own_elements(cls.forward, has_setup(cls)))
         made = type(cls.__name__, (cls,), members)
         setattr(cls, _FOR_TANGENTS, made)
     return made

@@ -45,6 +45,8 @@ def linear(f: LinearMap, values: Sequence[Tracer]) -> Any:
 class _Node(Function):
     """A linear map in a graph: its backward is the transpose, and its jvp is the map itself."""
 
+    lays_out_results = True  # the batch dims of a result are where the map has put them
+
     @staticmethod
     def forward(ctx: Any, f: LinearMap, grad_mode: bool, *values: Any) -> Any:
         ctx.f = f
