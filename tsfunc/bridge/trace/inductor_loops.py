@@ -16,13 +16,15 @@ _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
 class PrepareLoops(CustomGraphPass):
-    """A pass that gives carries contiguous storage, and loops the symbols in result sizes."""
+    """A pass for the carries, the symbols in result sizes, and the results of bodies."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in list(graph.nodes):
             if not isinstance(node.target, torch._ops.HigherOrderOperator):
                 continue
             name = str(node.target)
+            for body in _bodies(graph, node):
+                _own_results(body)
             with graph.inserting_before(node):
                 if name in _CARRIES:
                     at = _CARRIES[name]
@@ -33,6 +35,52 @@ class PrepareLoops(CustomGraphPass):
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
+
+
+def _bodies(graph: torch.fx.Graph, node: torch.fx.Node) -> Iterator[torch.fx.GraphModule]:
+    module: Any = graph.owning_module
+    for arg in node.args:
+        if isinstance(arg, torch.fx.Node) and arg.op == "get_attr":
+            body = getattr(module, str(arg.target), None)
+            if isinstance(body, torch.fx.GraphModule):
+                yield body
+
+
+def _own_results(body: torch.fx.GraphModule) -> None:
+    """Clone the results of a body that are its inputs, views of these, or returned twice.
+
+    Inductor takes ``x + zeros`` for ``x``, in results too, and then reuses the memory of the input
+    while the result is still read.
+    """
+    output = body.graph.output_node()
+    given: Any = output.args[0]
+    if isinstance(given, torch.fx.Node):  # the condition of a loop
+        return
+    results: list[Any] = []
+    sources = set()
+    for result in given:
+        if isinstance(result, torch.fx.Node) and isinstance(result.meta.get("val"), torch.Tensor):
+            source = _source(result)
+            if source.op in ("placeholder", "get_attr") or source in sources:
+                with body.graph.inserting_before(output):
+                    made = body.graph.call_function(torch.ops.aten.clone.default, (result,))
+                made.meta["val"] = result.meta["val"].clone()
+                result = made
+            sources.add(source)
+        results.append(result)
+    if any(new is not old for new, old in zip(results, given, strict=True)):
+        output.args = (tuple(results),)
+        body.recompile()
+
+
+def _source(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node whose memory a node's value is a view of."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        first = node.args[0]
+        if not isinstance(first, torch.fx.Node):
+            break
+        node = first
+    return node
 
 
 def assert_in_bodies(module: torch.fx.GraphModule) -> None:
