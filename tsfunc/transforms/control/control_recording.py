@@ -227,9 +227,11 @@ class Carry:
             if own is None or (same_layout(own, value) and not is_expanded(own)):
                 orders.append(None)
                 continue
-            orders.append(order_of(own) or [*range(own.dim())])
-            if order_of(own) is None:
+            order = order_of(own)
+            if order is None:
+                order = [*range(own.dim())]
                 self.copied.add(i)
+            orders.append(order)
         return orders if len(self.copied) == before else None
 
     def stacks(self) -> list[TracerStack | None]:
