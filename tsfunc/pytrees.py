@@ -108,6 +108,22 @@ def children_of(tree: Any) -> list[Any]:
     return list(optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=NAMESPACE)[0])
 
 
+def refusing_class(structure: optree.PyTreeSpec) -> type | None:
+    """Return a class of containers in a structure that takes only some elements; None without.
+
+    The constructor of ``torch.nn.utils.rnn.PackedSequence``, for example, reads its tensors.
+    """
+    for child in structure.children():
+        found = refusing_class(child)
+        if found is not None:
+            return found
+    try:
+        structure.one_level().unflatten([object()] * structure.num_children)
+    except Exception:  # the class's own
+        return structure.type  # type: ignore[no-any-return]
+    return None
+
+
 def tree_map(func: Callable[..., Any], tree: Any) -> Any:
     """Return the tree with ``func`` applied to each leaf."""
     leaves, structure = flatten(tree)

@@ -13,7 +13,13 @@ from torch.nn.utils import rnn
 
 import tsfunc
 from tsfunc import MetaTensorType as Meta
-from tsfunc.errors import DataDependentError, ExportError, FailedCheckError
+from tsfunc.errors import (
+    ConstraintViolation,
+    DataDependentError,
+    DescriptorViolation,
+    ExportError,
+    FailedCheckError,
+)
 from tsfunc.releases import release
 
 
@@ -99,12 +105,56 @@ def test_packed_sequences(f: Callable[..., Any], tmp_path: Path) -> None:
     torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(*calls[1]), f(*calls[1]))
 
 
-def test_a_layer_that_reads_the_number_of_packed_sequences() -> None:
-    """torch's own code has it as a Python number, of the user's line."""
-    gru = torch.nn.GRU(3, 4)
-    program = tsfunc.specialize(lambda x, lengths: gru(pack(x, lengths))[1])
-    with pytest.raises(DataDependentError, match=rf"__int__, at {__file__}.*gru\(pack"):
-        program(torch.randn(5, 2, 3), torch.tensor([5, 2]))
+@pytest.mark.parametrize("name", ["GRU", "RNN"])
+def test_a_layer_that_reads_the_number_of_packed_sequences(name: str, tmp_path: Path) -> None:
+    """torch's own code has it as a Python number, so that it is fixed in a program."""
+    layer = getattr(torch.nn, name)(3, 4)
+
+    def f(x: Tensor, lengths: Tensor) -> Any:
+        return layer(pack(x, lengths))[1]
+
+    program = tsfunc.specialize(f, {"x": Meta(["t", 2, 3])})
+    for lengths in ((5, 2), (1, 5), (3, 3)):
+        args = torch.randn(max(lengths), 2, 3), torch.tensor(lengths)
+        torch.testing.assert_close(program(*args), f(*args))
+    assert program.cache_info().programs == 1
+    program.save(tmp_path / "f.tsf")
+    torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(*args), f(*args))
+    descriptors = {"x": Meta(["t", "b", 3]), "lengths": Meta(["b"], dtype=torch.int64)}
+    with pytest.raises(ConstraintViolation, match=rf"b == 2  \(at {__file__}.*layer\(pack"):
+        tsfunc.specialize(f, descriptors)(*args)
+
+
+def test_strides_of_data_under_vmap() -> None:
+    """The sizes of a tensor may be numbers where its strides depend on data."""
+
+    def f(x: Tensor, lengths: Tensor) -> Any:
+        rows = pack(x[0], lengths).data
+        return tsfunc.vmap(lambda v: (rows * v.sum())[:1])(x)
+
+    args = torch.randn(2, 4, 2, 3), torch.tensor([4, 2])
+    torch.testing.assert_close(tsfunc.specialize(f)(*args), f(*args))
+
+
+def test_a_known_number_is_one_where_derivatives_are_recorded() -> None:
+    """C++ that records derivatives reads elements by another operator."""
+
+    def f(x: Tensor) -> Tensor:
+        zeros = torch.zeros(torch.tensor(x.shape[0]) // 2, 3)  # type: ignore[call-overload]
+        total: Tensor = (x.unflatten(0, (2, zeros.shape[0])) + zeros).sin().sum()
+        return total
+
+    program = tsfunc.specialize(tsfunc.grad(f), {"x": Meta(["2*n", 3])})
+    for n in (2, 6):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(program(x), x.cos())
+
+
+def test_a_packed_sequence_is_made_in_the_function() -> None:
+    """Its constructor reads its tensors, so that no description of a call can hold one."""
+    program = tsfunc.specialize(lambda packed: LSTM(packed)[1])
+    with pytest.raises(DescriptorViolation, match=r"got a PackedSequence, .* in the function"):
+        program(pack(torch.randn(5, 2, 3), torch.tensor([5, 2])))
 
 
 def test_rows_of_a_packed_sequence_are_none_of_the_steps() -> None:

@@ -1,4 +1,4 @@
-"""Packed sequences under vmap: recurrent layers with lengths that all examples share."""
+"""Packed sequences: recurrent layers with lengths that all examples of a batch share."""
 
 from __future__ import annotations
 
@@ -75,3 +75,82 @@ def test_derivatives(name: str, batch_first: bool) -> None:
     each = tsfunc.vmap(tsfunc.grad(loss), in_dims=(0, None))(many, batch[0])
     alone = [by_autograd({k: v[i] for k, v in many.items()}, batch[0])[0] for i in range(3)]
     torch.testing.assert_close(each, stacked(alone))
+
+
+CALLS = [
+    (torch.randn(2, 3, 5, 3, dtype=torch.float64), torch.tensor(lengths))
+    for lengths in ((5, 4, 1), (2, 5, 1), (1, 1, 2))
+]
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "LSTM": lambda **options: nn.LSTM(3, 4, proj_size=2, **options),
+    "GRU": lambda **options: nn.GRU(3, 4, num_layers=2, bidirectional=True, **options),
+    "RNN": lambda **options: nn.RNN(3, 4, bias=False, **options),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_program_for_all_lengths(name: str) -> None:
+    """A program has the lengths as an input, also where it differentiates and vmaps."""
+    layer = LAYERS[name](dtype=torch.float64, batch_first=True)
+    weights = {key: value.detach() for key, value in layer.named_parameters()}
+
+    def run(weights: dict[str, Tensor], x: Tensor, lengths: Tensor) -> Any:
+        packed = rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        out, states = tsfunc.functional_call(layer, weights, (packed,))
+        padded, _ = rnn.pad_packed_sequence(out, True, padding_value=-2.0)
+        return padded, states, out.data.square()
+
+    def loss(weights: dict[str, Tensor], x: Tensor, lengths: Tensor) -> Tensor:
+        parts = optree.tree_leaves(run(weights, x, lengths))
+        return torch.stack([part.sin().sum() for part in parts]).sum()
+
+    def slopes(weights: dict[str, Tensor], x: Tensor, lengths: Tensor) -> Any:
+        leaves = {key: w.clone().requires_grad_() for key, w in weights.items()}
+        x = x.clone().requires_grad_()
+        *grads, of_x = torch.autograd.grad(loss(leaves, x, lengths), [*leaves.values(), x])
+        return dict(zip(leaves, grads, strict=True)), of_x
+
+    def tangent(weights: dict[str, Tensor], x: Tensor, lengths: Tensor) -> Tensor:
+        f = functools.partial(loss, weights, lengths=lengths)
+        return tsfunc.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+    grad = tsfunc.grad(loss, argnums=(0, 1))
+    for f, expected in (
+        (grad, slopes),
+        (tangent, lambda *args: slopes(*args)[1].sum()),
+        (tsfunc.vmap(run, in_dims=(None, 0, None)), over_examples(run)),
+        (tsfunc.vmap(grad, in_dims=(None, 0, None)), over_examples(slopes)),
+    ):
+        program = tsfunc.specialize(f)
+        for x, lengths in CALLS:
+            x = x if expected.__name__ == "over" else x[0]
+            torch.testing.assert_close(program(weights, x, lengths), expected(weights, x, lengths))
+        assert program.cache_info().programs == 1
+
+
+def over_examples(f: Callable[..., Any]) -> Callable[..., Any]:
+    def over(weights: Any, batch: Tensor, lengths: Tensor) -> Any:
+        return stacked([f(weights, x, lengths) for x in batch])
+
+    return over
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_a_training_step(name: str) -> None:
+    layer = getattr(nn, name)(3, 4, dtype=torch.float64, batch_first=True)
+
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        layer.zero_grad()
+        out, _ = layer(rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False))
+        loss = rnn.pad_packed_sequence(out, True)[0].square().sum()
+        loss.backward()
+        return loss
+
+    program = tsfunc.specialize(step)
+    for batch, lengths in CALLS:
+        results = []
+        for f in (step, program):
+            loss = f(batch[0], lengths)
+            results.append([loss, *(p.grad for p in layer.parameters())])
+            layer.zero_grad()
+        torch.testing.assert_close(*results)

@@ -20,6 +20,7 @@ from tsfunc.bridge.batch import (
     composites,
     foreach,
     masks,
+    packed_sequences,
     recurrent_layers,
     selection_items,
     selection_rows,
@@ -53,7 +54,8 @@ from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_vi
 # The modules that declare function rules.
 _RULES = (
     attributes, backward, batching_functions, checks, composites, compressed, data_methods,
-    foreach, tracer_indices, kernel_sizes, masks, methods, recurrent_layers, reshaped_views,
+    foreach, tracer_indices, kernel_sizes, masks, methods, packed_sequences, recurrent_layers,
+    reshaped_views,
     reshaping, selection_items, selection_rows, selection_sums, strided_views,
     symbolic_composites, tensor_guards, trace_rules, writes,
 )  # fmt: skip

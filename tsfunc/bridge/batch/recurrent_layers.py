@@ -4,32 +4,26 @@ torch has one operator for all layers and steps of an ``LSTM``, and its C++ code
 as the example has. A scan of one step serves all lengths. The product of the inputs and their
 weights does not depend on the step before, so it is a single product over all steps.
 
-NOTE [packed sequences]
-C++ code reads the lengths of packed sequences as numbers. If the lengths are a plain tensor, which
-all examples share, packing and padding gather rows at positions that are numbers, and the layers
-run step by step in C++. With lengths that differ between examples, and those of a trace, vmap
-refuses the layers and the padding.
+Layers take packed sequences in one of three ways: NOTE [packed sequences] in ``packed_sequences``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tsfunc.bridge.batch.packed_sequences import Packing, batch_level_of, is_in_trace, refuse_packed
 from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.decompositions import decomposition_of, is_outside, lifting_factories
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
-from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
-from tsfunc.errors import DataDependentError
+from tsfunc.bridge.tracers.tracer import call_torch, lift_where
 from tsfunc.ops.registry import Args, Kwargs
-from tsfunc.user_code import user_location
 
 # The computation of one step: from the input's product, the states before and the weights to the
 # states after it; the first state is also the result.
@@ -70,9 +64,14 @@ def _elman(activate: Callable[[Tensor], Tensor]) -> _Cell:
 
 def _layers(
     cell: _Cell, x: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute a recurrent layer; the arguments after the cell are those of torch's operator."""
+    """Compute a recurrent layer; the arguments after the cell are those of torch's operator.
+
+    Args:
+        packing: where the steps of packed sequences are, if the input is their rows.
+    """
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     x = x.transpose(0, 1) if batch_first else x
     directions = 2 if bidirectional else 1
@@ -84,7 +83,7 @@ def _layers(
             at = k * directions + d
             weights = params[at * count : (at + 1) * count]
             first = [state[at] for state in states]
-            out, *ended = _one_layer(cell, x, first, weights, has_biases, reverse=d == 1)
+            out, *ended = _one_layer(cell, x, first, weights, has_biases, d == 1, packing)
             outs.append(out)
             last.append(ended)
         x = torch.cat(outs, -1) if bidirectional else outs[0]
@@ -96,26 +95,30 @@ def _layers(
 
 def _one_layer(
     cell: _Cell, x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
-    reverse: bool,
+    reverse: bool, packing: Packing | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the results of one layer in one direction, after the states of the last step."""
     of_input = weights[0], *(weights[2:3] if has_biases else ())
     others = weights[1], *(weights[3:] if has_biases else weights[2:])
     given = linear(x, *of_input)
-    given = given.flip(0) if reverse else given
+    rows = [given] if packing is None else [packing.padded(given), packing.active]
+    if reverse:
+        rows = [row.flip(0) for row in rows]
 
     def step(*values: Tensor) -> tuple[Tensor, ...]:
         states, rest = values[: len(first)], values[len(first) :]
-        new = cell(rest[0], states, rest[1:])
+        new = cell(rest[0], states, rest[len(rows) :])
+        if packing is not None:
+            active = rest[1].unsqueeze(1)
+            new = tuple(torch.where(active, *pair) for pair in zip(new, states, strict=True))
         new = tuple(state.contiguous() for state in new)
         return *new, new[0].clone()
 
     # torch requires states of one layout, and operands that do not share memory.
     begin = [state.clone(memory_format=torch.contiguous_format) for state in first]
-    *ended, out = torch.ops.higher_order.scan(
-        step, begin, [given], tuple(w.clone() for w in others)
-    )
-    return (out.flip(0) if reverse else out), *ended
+    *ended, out = torch.ops.higher_order.scan(step, begin, rows, tuple(w.clone() for w in others))
+    out = out.flip(0) if reverse else out
+    return (out if packing is None else packing.packed(out)), *ended
 
 
 def _step(
@@ -151,47 +154,15 @@ def _is_packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return func in _FUNCTIONS and isinstance(args[3], list | tuple)
 
 
-def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
-    name = func.__name__.lstrip("_")
-    raise DataDependentError(
-        f"vmap: {name} of a packed sequence, at {user_location()}: expected padded sequences, or "
-        f"lengths that all examples share and no program traces, since torch reads the lengths of "
-        f"packed ones as Python numbers. Pass the padded sequences to the layer and select each "
-        f"result at its length (outputs.gather(...)), or call the layer outside of the vmapped "
-        f"function."
-    )
-
-
-def _packed(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Pack the sequences of a batch: NOTE [packed sequences]."""
-    x, lengths, batch_first = args
-    if not _is_batched(args) or type(lengths) not in PLAIN_TENSORS:
-        return call_torch(func, types, args, kwargs)
-    # torch checks the lengths, and returns the row of each packed element.
-    count, steps = x.shape[:2] if batch_first else x.shape[1::-1]
-    positions = torch.arange(count * steps).view(count, steps)
-    positions, batch_sizes = func(positions, lengths, True)
-    rows = (x if batch_first else x.transpose(0, 1)).flatten(0, 1)
-    return rows.index_select(0, positions.to(x.device)), batch_sizes
-
-
-def _padded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Pad the packed sequences of a batch: NOTE [packed sequences]."""
-    if not _is_batched(args):
-        return call_torch(func, types, args, kwargs)
-    rows, batch_sizes, batch_first, value, total_length = args
-    if type(batch_sizes) not in PLAIN_TENSORS:
-        _refuse_packed(func)
-    count = rows.shape[0]
-    positions, lengths = func(torch.arange(count), batch_sizes, batch_first, count, total_length)
-    filling = torch.full_like(rows[:1], value)
-    padded = torch.cat((rows, filling)).index_select(0, positions.flatten().to(rows.device))
-    return padded.unflatten(0, positions.shape), lengths
-
-
-def _is_batched(args: Sequence[Any]) -> bool:
-    level = innermost_level(args)
-    return isinstance(level, BatchLevel) and level.alive
+def _composed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Compute a call of a cell or a layer by other operators."""
+    if not _is_packed(func, args):
+        compute = _STEPS[func] if func in _STEPS else _FUNCTIONS[func]
+        return compute(*args, **kwargs)
+    data, batch_sizes, hx, *rest = args
+    states = hx if isinstance(hx, Tensor) else hx[0]
+    packing = Packing.of(batch_sizes, data, states.shape[1])
+    return _FUNCTIONS[func](data, hx, *rest, packing=packing, **kwargs)
 
 
 def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -201,18 +172,15 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     can't run with symbolic sizes, so where autograd records its steps, other operators compute the
     call.
     """
-    if needs_plain_sizes(*args):
-        composed: Callable[..., Any] | None = _STEPS.get(func)
-        if composed is None and not _is_packed(func, args):
-            composed = _FUNCTIONS[func]
-        if composed is not None:
-            return composed(*args, **kwargs)
-    level = innermost_level(args)
-    if isinstance(level, BatchLevel) and level.alive:
+    packed = _is_packed(func, args)
+    if packed and isinstance(args[1], BatchTracer):
+        refuse_packed(func)
+    if is_in_trace(args, args[1]) if packed else needs_plain_sizes(*args):
+        return _composed(func, args, kwargs)
+    level = batch_level_of(args)
+    if level is not None:
         lifted = [lift_where(arg, level, is_outside) for arg in args]
-        if _is_packed(func, args):
-            if type(args[1]) not in PLAIN_TENSORS:
-                _refuse_packed(func)
+        if packed:
             layer = decomposition_of(getattr(torch.ops.aten, func.__name__).data)
             with lifting_factories(level):
                 return layer(lifted[0], args[1], *lifted[2:], **kwargs)
@@ -222,5 +190,3 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _recurrent, *_STEPS, *_FUNCTIONS)
-function_rules.add(Stage.METHOD, _packed, torch._VF._pack_padded_sequence)
-function_rules.add(Stage.METHOD, _padded, torch._VF._pad_packed_sequence)

@@ -395,7 +395,8 @@ def _sparse() -> None:
 @entry(
     "Packing and padding of sequences",
     "torch._VF._pack_padded_sequence torch._VF._pad_packed_sequence",
-    use="vmap packs and pads sequences whose lengths all examples share, and refuses others.",
+    use="vmap packs and pads sequences whose lengths all examples share, and programs those of any "
+    "lengths.",
     stand_in="The error of the C++ function, which reads the sizes of a tracer as numbers.",
     risk=Risk.LOW,
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.trace.trace_level import TraceTracer, trace_kernel
+from tsfunc.bridge.trace.trace_rules import read_number
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
 from tsfunc.user_code import LIBRARIES
@@ -20,9 +21,12 @@ from tsfunc.user_code import LIBRARIES
 
 @register("aten::_local_scalar_dense", DispatchKey.Trace)
 def _local_scalar_dense(value: TraceTracer) -> Any:
-    """Return a number of data; the engine's check for NaN becomes an assertion."""
+    """Return an element as a number; the engine's check for NaN becomes an assertion.
+
+    C++ code that records derivatives calls this operator in place of ``aten::item``.
+    """
     if not _is_engine_query(value):
-        return trace_kernel(operator_of(torch.ops.aten._local_scalar_dense.default), (value,), {})
+        return read_number(torch.ops.aten._local_scalar_dense.default, value)
     message = _message(torch._C._current_autograd_node())
     sound = trace_kernel(operator_of(torch.ops.aten.logical_not.default), (value,), {})
     trace_kernel(operator_of(torch.ops.aten._assert_async.msg), (sound, message), {})

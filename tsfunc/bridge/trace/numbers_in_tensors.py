@@ -46,8 +46,28 @@ def known_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]
     Returns:
         A number, or a symbolic number; None if it is not known.
     """
-    number = _number_of_sizes(node, made) if node.meta["val"].dtype in _DTYPES else None
+    number = _count_of_sequences(node)
+    if number is None and node.meta["val"].dtype in _DTYPES:
+        number = _number_of_sizes(node, made)
     return _constant_number(node, made) if number is None else number
+
+
+def _count_of_sequences(node: torch.fx.Node) -> Any:
+    """Return the number of sequences that are packed, if it is the element; else None.
+
+    The second result of ``_pack_padded_sequence`` has the number of sequences at each step: all of
+    them at the first.
+    """
+    if _name(node) != "select" or node.args[1:] != (0, 0):
+        return None
+    sizes: Any = node.args[0]
+    if sizes.target is not operator.getitem or sizes.args[1] != 1:
+        return None
+    packed = sizes.args[0]
+    if _name(packed) != "_pack_padded_sequence" or _is_written(node.graph, {sizes}):
+        return None
+    x, _, batch_first = packed.args
+    return x.meta["val"].shape[0 if batch_first else 1]
 
 
 def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.fx
 from torch._C import DisableTorchFunction
+from torch._ops import OpOverload
 
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.tensor_guards import offset_outside
@@ -132,11 +133,17 @@ def _allclose(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @register("aten::item", DispatchKey.Trace)
 def _item(value: TraceTracer) -> Any:
-    """Return an element as a number: a known number, or one that depends on data."""
+    return read_number(torch.ops.aten.item.default, value)
+
+
+def read_number(read: OpOverload, value: TraceTracer) -> Any:
+    """Return an element as a number: a known number, or one that depends on data.
+
+    Args:
+        read: the operator that reads it.
+    """
     number = value.known_number()
-    if number is not None:
-        return number
-    return trace_kernel(operator_of(torch.ops.aten.item.default), (value,), {})
+    return trace_kernel(operator_of(read), (value,), {}) if number is None else number
 
 
 def guard_or_none(guard: Callable[..., T | None], *args: Any) -> T | None:

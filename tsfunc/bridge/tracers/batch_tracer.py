@@ -291,7 +291,7 @@ def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> Any:
     # Bypass the handlers, because a value may be a tracer itself.
     with DisableTorchFunctionSubclass():
         shape: Any = _shape_of(value)
-        if type(value) is not _Tensor and environment_of(shape) is not None:
+        if type(value) is not _Tensor and environment_of(_sizes_and_strides(value)) is not None:
             return _symbolic_wrapper(value, bdim, level)
         layout, dtype, device = value.layout, _dtype_of(value), _device_of(value)
         strides: Any = None
@@ -315,8 +315,12 @@ def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> Any:
     return _make_wrapper(level.kind, shape, strides, offset, None, dtype, layout, device)
 
 
+def _sizes_and_strides(value: torch.Tensor) -> tuple[Any, ...]:
+    return (*value.shape, *(value.stride() if value.layout is _strided else ()))
+
+
 def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> Any:
-    """Return the wrapper of a value with symbolic sizes, without guards."""
+    """Return the wrapper of a value with symbolic sizes or strides, without guards."""
     shape: Any = value.shape
     strided = value.layout is _strided
     strides = value.stride() if strided else None
@@ -324,7 +328,7 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) 
     if bdim is not None:
         shape = shape[:bdim] + shape[bdim + 1 :]
         strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
-    with suppress_guards_of(value.shape):
+    with suppress_guards_of(_sizes_and_strides(value)):
         return _make_wrapper(
             level.kind, shape, strides, offset, None, value.dtype, value.layout, value.device,
         )  # fmt: skip

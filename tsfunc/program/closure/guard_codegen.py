@@ -33,6 +33,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
+from tsfunc.errors import DescriptorViolation
 from tsfunc.types import Dim
 
 # --- conversion of a call's arguments to a program's inputs, and of its outputs to the results
@@ -50,7 +51,10 @@ def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
         tree: the structure of ``(args, kwargs)``.
         keyword_order: whether the function sees the order of ``kwargs``.
     """
-    args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
+    try:
+        args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
+    except Exception:
+        raise DescriptorViolation(_refusal(tree)) from None
     orders: list[Any] = []
 
     def is_leaf(value: Any) -> bool:
@@ -60,6 +64,16 @@ def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
 
     optree.tree_flatten((args, kwargs), is_leaf, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     return tuple(orders)
+
+
+def _refusal(tree: optree.PyTreeSpec) -> str:
+    kind = pytrees.refusing_class(tree)
+    name = "a container" if kind is None else f"a {kind.__name__}"
+    return (
+        f"expected arguments in containers of any elements, got {name}, whose constructor refuses "
+        f"stand-ins for its elements. Pass its elements as arguments, and make the container in "
+        f"the function."
+    )
 
 
 def _exact(key: Any) -> Any:
