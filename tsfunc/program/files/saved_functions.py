@@ -117,8 +117,8 @@ def refuse_attributes(name: str, programs: Sequence[ProgramData]) -> None:
         for attribute in program.attributes:
             raise ValueError(
                 f"save({name}): the function reads {attribute}, and a file has no place for "
-                f"attributes of tensors and for numbers that vary outside. Pass what it is as an "
-                f"argument."
+                f"attributes of tensors and for numbers that vary outside. "
+                f"{program.advice_about_attributes}"
             )
 
 

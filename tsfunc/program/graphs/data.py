@@ -57,6 +57,16 @@ class ProgramData:
             return {}
         return descriptors_of(self.call_spec, self.signature)
 
+    @property
+    def advice_about_attributes(self) -> str:
+        """The remedy for a program whose attributes a file or an exported program can't hold."""
+        if any(attribute.endswith(".grad") for attribute in self.attributes):
+            return (
+                "Write the training step as a function of the parameters and of the optimizer's "
+                "state (tsfunc.grad, tsfunc.functional_optimizer), which returns the new ones."
+            )
+        return "Pass what it is as an argument."
+
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""
         return optree.tree_unflatten(self.out_tree, self.run(flat))

@@ -55,7 +55,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     problem = next(_problems(program, call_spec, graph), None)
     if problem is not None:
         raise ExportError(
-            f"{program.name}: an ExportedProgram cannot hold {problem}. "
+            f"{program.name}: an ExportedProgram cannot hold {problem.removesuffix('.')}. "
             f"`.graph_module` is the program for torch's other tools."
         )
     sizes = sizes_for(call_spec.named_dims, _PRIMES)
@@ -90,7 +90,7 @@ def _problems(
             yield f"an argument of type {cls.__name__}"
     for position in program.inputs:
         if position >= len(call_spec.leaves) and position not in program.state.inputs:
-            yield "tensors that are attributes of arguments"
+            yield f"attributes of tensors. {program.advice_about_attributes}"
     for i, each in enumerate(program.updates):
         if each.slots() and i not in program.state.assigned:
             yield f"the assignment of a tensor to {each.text}, which is not a buffer of the module"
