@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import tsfunc
 from tsfunc import MetaTensorType as Meta
-from tsfunc import fori_loop, grad, jvp, specialize, vmap
+from tsfunc import cond, fori_loop, grad, jvp, specialize, vmap
 from tsfunc.errors import DataDependentError
 
 
@@ -85,14 +87,28 @@ def test_numbers_that_are_computed_of_constants_are_read(f: Any, way: str) -> No
         torch.testing.assert_close(TRANSFORMED[way](f)(x), expected)
 
 
-@pytest.mark.parametrize("f", [_checked, _searched, _steps, _as_index, _chosen_type])
-def test_the_body_of_a_loop_reads_what_factories_make(f: Any) -> None:
+BODIES: dict[str, Callable[[Any], Any]] = {
+    "loop": lambda f: lambda x: fori_loop(0, 3, lambda i, x: f(x).sin(), x),
+    "branch": lambda f: lambda x: cond(x[0] > 0, lambda x: f(x).sin(), torch.cos, x),
+    "nested": lambda f: (
+        lambda x: tsfunc.map(
+            lambda y: cond(y[0] > 0, lambda y: f(y).sin(), torch.cos, y), torch.stack((x, -x))
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_bodies_of_control_flow_read_them(f: Any, body: str, tmp_path: Path) -> None:
     x = torch.randn(3, dtype=torch.float64)
-
-    def looped(x: Tensor) -> Any:
-        return fori_loop(0, 3, lambda i, x: f(x).sin(), x)
-
-    torch.testing.assert_close(specialize(looped)(x), looped(x))
+    g = BODIES[body](f)
+    for h in (g, vmap(g, in_dims=None, axis_size=2), grad(lambda x: g(x).square().sum())):
+        torch.testing.assert_close(specialize(h)(x), h(x))
+    program = specialize(g)
+    program(x)
+    program.save(tmp_path / "f.tsf")
+    torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(x), g(x))
 
 
 def test_a_check_of_a_constant_raises_its_error() -> None:
@@ -135,8 +151,9 @@ def _of_the_argument(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("f", [_drawn, _written, _captured, _undefined, _of_the_argument])
 def test_a_number_that_may_differ_in_another_call_is_refused(f: Any) -> None:
-    with pytest.raises(DataDependentError, match="a trace has no data"):
-        specialize(f)(torch.ones(3))
+    for g in (f, BODIES["loop"](f)):
+        with pytest.raises(DataDependentError, match="a trace has no data"):
+            specialize(g)(torch.ones(3))
 
 
 def test_a_choice_in_torchscript_is_refused_without_names_of_torch() -> None:

@@ -223,6 +223,13 @@ class BodyLevel(TraceLevel, LevelProxy):
     def lift(self, value: torch.Tensor) -> Any:
         return self.remap(value)
 
+    def tensors_outside(self) -> dict[torch.fx.Node, torch.Tensor]:
+        return {
+            tracer.node: tensor
+            for tensor, tracer in self.taken.values()
+            if isinstance(tracer, TraceTracer) and not isinstance(tensor, Tracer)
+        }
+
     def remap(self, value: Any) -> Any:
         """Return the body's input for a tensor; values that are not tensors are unchanged.
 

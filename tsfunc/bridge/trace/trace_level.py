@@ -214,6 +214,10 @@ class TraceLevel(TracerLevel):
             self.on_lift(known[1], value)
         return known[1]
 
+    def tensors_outside(self) -> dict[torch.fx.Node, torch.Tensor]:
+        """Return the plain tensors from outside, by their nodes."""
+        return {tracer.node: tensor for tensor, tracer in self.lifted.values()}
+
     def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:
         return self.lifted_here(value)
 
@@ -352,8 +356,7 @@ class TraceTracer(Tracer):
             return None
         from tsfunc.bridge.trace.numbers_in_tensors import known_number
 
-        made = {tracer.node: tensor for tensor, tracer in self.dispatch_level.lifted.values()}
-        return known_number(self.node, made)
+        return known_number(self.node, self.dispatch_level.tensors_outside())
 
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
