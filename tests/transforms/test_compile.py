@@ -211,6 +211,52 @@ def test_transforms_of_torch_func_do_not_break_the_graph(name: str) -> None:
     same(torch.compile(func, backend="eager", fullgraph=True)(W, X), func(W, X))
 
 
+def block(x: Tensor, scale: float = 1.0) -> Tensor:
+    return (x @ W).sin().exp() * scale
+
+
+def keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return bool(op is torch.ops.aten.mv.default)
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "everything": {"policy": tsfunc.checkpoint_policies.everything_saveable},
+    "operators": {"policy": [torch.ops.aten.mv.default]},
+    "function": {"policy": keeps_products, "preserve_rng_state": False},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoints_do_not_break_the_graph(policy: str) -> None:
+    checkpoint: Any = tsfunc.checkpoint
+    made_outside = checkpoint(block, **POLICIES[policy])
+    ways: list[Callable[[Tensor], Tensor]] = [
+        lambda x: checkpoint(block, **POLICIES[policy])(x, scale=2.0),
+        lambda x: checkpoint(**POLICIES[policy])(block)(x, scale=2.0),
+        lambda x: made_outside(x, scale=2.0),
+    ]
+    (expected,) = torch.autograd.grad(block(x := X.clone().requires_grad_(), 2.0).sum(), x)
+    for f in ways:
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        x = X.clone().requires_grad_()
+        compiled(x).sum().backward()
+        same(x.grad, expected)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_checkpoints_inside_of_transforms(fullgraph: bool) -> None:
+    """torch.func's transforms, which the graph has, do not take torch's checkpoints."""
+    inner = tsfunc.checkpoint(block)
+    for f in (
+        tsfunc.grad(lambda x: inner(x).sum()),
+        tsfunc.vmap(tsfunc.grad(inner)),
+        tsfunc.vmap(tsfunc.checkpoint(lambda x: tsfunc.grad(inner)(x) * 2)),
+        lambda x: tsfunc.jvp(inner, (x,), (x,))[1],
+    ):
+        same(torch.compile(f, backend="aot_eager", fullgraph=fullgraph)(X), f(X))
+
+
 NAMED = tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})
 CONTRACT = {"x": tsfunc.MetaTensorType(["n", 4])}
 

@@ -14,7 +14,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
@@ -24,7 +26,8 @@ from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
+from tsfunc.bridge.tracers.functorch import in_torch_func
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.registrations import prepare
@@ -37,6 +40,35 @@ from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.user_code import folding
 
 _Result = TypeVar("_Result")
+
+
+def _checkpoint_in_dynamo(
+    func: Callable[..., Any] | None = None,
+    *,
+    policy: Policy | Sequence[Any] | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Return torch's checkpoint of a function, which torch.compile has in its graph.
+
+    The transforms of torch.func, which take the place of this package's in the graph, do not
+    support it. Inside of them the function is called as it is.
+    """
+    if func is None:
+        return functools.partial(
+            _checkpoint_in_dynamo, policy=policy, preserve_rng_state=preserve_rng_state
+        )
+    if policy is everything_saveable:
+        return func
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if policy is not None and policy is not nothing_saveable:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if in_torch_func():
+            return func(*args, **kwargs)
+        return torch_checkpoint(func, *args, **options, **kwargs)
+
+    return checkpointed
 
 
 @overload
@@ -53,7 +85,7 @@ def checkpoint(
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]: ...
-@outside_dynamo
+@delegate_in_dynamo(_checkpoint_in_dynamo)
 @folding("checkpoint")
 def checkpoint(
     func: Callable[..., Any] | None = None,
@@ -99,8 +131,13 @@ def checkpoint(
     target = func
 
     @like(func)
-    @boundary("checkpoint", func)
+    @boundary("checkpoint", func, traceable=True)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            in_torch = _checkpoint_in_dynamo(
+                target, policy=policy, preserve_rng_state=preserve_rng_state
+            )
+            return in_torch(*args, **kwargs)
         if keeps is everything_saveable:
             return target(*args, **kwargs)
         if current_trace() is not None:

@@ -119,7 +119,8 @@ def _saved_tensor_hooks() -> None:
     """torch._C._functorch._add_batch_dim torch._C._functorch.get_unwrapped
     torch._C._functorch.is_batchedtensor torch._C._functorch.is_functorch_wrapped_tensor
     torch._C._functorch.maybe_current_level torch._C._functorch.maybe_get_bdim
-    torch._C._functorch.maybe_get_level torch._C._functorch.pop_dynamic_layer_stack
+    torch._C._functorch.maybe_get_level torch._C._functorch.peek_interpreter_stack
+    torch._C._functorch.pop_dynamic_layer_stack
     torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack""",
     use="Calls go to torch.func's transform where one is the innermost, and its tensors are told.",
     stand_in="A refusal of torch.func's transforms inside of and around this package's.",
@@ -138,9 +139,11 @@ def _functorch_stack() -> None:
         seen.append(F.get_unwrapped(x).shape == (2, 3))
         with temporarily_clear_interpreter_stack():
             seen.append(F.maybe_current_level() is None)
+            seen.append(F.peek_interpreter_stack() is None)
+        seen.append(F.peek_interpreter_stack() is not None)
         return x
 
     torch.func.vmap(f)(torch.ones(2, 3))
-    expect(seen == [True] * 4, f"facts of a batched tensor, got {seen}")
+    expect(seen == [True] * 6, f"facts of a batched tensor, got {seen}")
     expect(F.maybe_current_level() is None, "None outside of torch.func's transforms")
     expect(callable(F.pop_dynamic_layer_stack), "what takes a transform off the stack")

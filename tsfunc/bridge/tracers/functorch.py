@@ -41,6 +41,11 @@ def functorch_depth() -> int:
     return 0 if level is None else int(level)
 
 
+def in_torch_func() -> bool:
+    """True inside of a torch.func transform. Dynamo knows the answer where it traces the call."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
 def delegate(name: str) -> Callable[..., Any] | None:
     """Return torch.func's transform of this name if it has to take the call, else None."""
     if is_dynamo_compiling():
