@@ -128,6 +128,37 @@ def test_tangents_of_a_power_have_gradients_by_the_exponent(dtype: torch.dtype) 
         same(specialize(tsfunc.grad(by_forward, argnum))(x, k), want)
 
 
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_a_power_with_tangents_is_recorded_by_a_gradient_outside_of_vmap(argnum: int) -> None:
+    x, k = torch.rand(3, 2, dtype=torch.float64) + 0.5, torch.randn(3, 2, dtype=torch.float64)
+    weights = torch.arange(12.0, dtype=torch.float64).view(2, 3, 2)
+
+    def pushed(x: Tensor, k: Tensor) -> Any:
+        return jvp(lambda x: x**k, (x,), (torch.ones_like(x),))
+
+    def loss(x: Tensor, k: Tensor) -> Tensor:
+        return (weights * torch.stack(vmap(pushed)(x, k))).sum()
+
+    def formula(x: Tensor, k: Tensor) -> Tensor:
+        return (weights * torch.stack([x**k, k * x ** (k - 1)])).sum()
+
+    same(tsfunc.grad(loss, argnum)(x, k), torch.func.grad(formula, argnum)(x, k))
+    same(tsfunc.jacrev(tsfunc.grad(loss, argnum), argnum)(x, k),
+         torch.func.jacrev(torch.func.grad(formula, argnum), argnum)(x, k))  # fmt: skip
+
+
+def test_the_tangent_of_glu_has_derivatives_by_the_direction() -> None:
+    x, t = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def pushed(t: Tensor) -> Tensor:
+        out: Tensor = jvp(torch.nn.functional.glu, (x,), (t,))[1]
+        return out
+
+    want = torch.autograd.functional.vjp(torch.nn.functional.glu, x, torch.ones(3, 2).double())[1]
+    same(tsfunc.grad(lambda t: pushed(t).sum())(t), want)
+    same(vmap(tsfunc.grad(lambda t: pushed(t).sum()))(t[None])[0], want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_without_a_forward_formula_for_the_type(dtype: torch.dtype) -> None:
     """glu's formula has a kernel of its own, for float and double."""

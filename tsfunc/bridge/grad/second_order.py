@@ -187,7 +187,7 @@ def _power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
 
 
 def _recorded_power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
-    return call_torch_apply(_Power, base, exponent)
+    return call_torch_apply(_Power, torch.is_grad_enabled(), base, exponent)
 
 
 class _Power(Function):
@@ -198,26 +198,28 @@ class _Power(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, grad_mode: bool, base: torch.Tensor, exponent: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(base, exponent)
-        with autograd.outside_graph(False):
-            return torch.pow(base, exponent)
+        with autograd.outside_graph(grad_mode):
+            return torch.pow(autograd.detached(base), autograd.detached(exponent))
 
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         base, exponent = ctx.saved_tensors
         pulled: list[torch.Tensor | None] = [None, None]
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             constant = exponent == 0
             lower = torch.where(constant, exponent, exponent - 1)
             power = _recorded_power(torch.where(constant, 1, base), lower)
             pulled[0] = cotangent * (exponent * power).conj()
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             constant = (base == 0) & (exponent.real >= 0)
             power = _recorded_power(base, exponent)
             pulled[1] = cotangent * (power * torch.where(constant, 1, base).log()).conj()
-        return tuple(pulled)
+        return None, *pulled
 
 
 _POWERS: dict[str, _Decomposition | None] = {
@@ -276,11 +278,16 @@ def _recorded(values: Sequence[Any]) -> bool:
 
 
 def _has_tangent(values: Sequence[Any]) -> bool:
+    return bool(_tangents(values))
+
+
+def _tangents(values: Sequence[Any]) -> list[torch.Tensor]:
     if forward_ad._current_level < 0:
-        return False
+        return []
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     with DisableTorchFunctionSubclass():
-        return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+        tangents = [forward_ad.unpack_dual(x).tangent for x in tensors]
+    return [tangent for tangent in tangents if tangent is not None]
 
 
 def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
@@ -289,9 +296,14 @@ def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
 
 
 def _has_tangent_and_may_be_differentiated(values: Sequence[Any]) -> bool:
-    """True if an argument has a tangent and is, or may be in a program, differentiated by again."""
-    if not _has_tangent(values):
+    """True if an argument has a tangent and is, or may be in a program, differentiated by again.
+
+    A derivative by the tangent counts: the operators in torch's formulas may have none.
+    """
+    tangents = _tangents(values)
+    if not tangents:
         return False
+    values = [*values, *tangents]
     return _recorded(values) or _traced(values) or _differentiated_inside(values)
 
 
