@@ -230,3 +230,62 @@ def test_values_for_each_place_of_a_shared_mask() -> None:
     with pytest.raises(Exception, match="shape mismatch"):
         vmap(f)(x, values((4, 3)))
     assert tsfunc.specialize(vmap(f))(x, v).equal(expected)
+
+
+def _scaled(x: Tensor, flag: Tensor) -> Tensor:
+    x = x.clone()
+    x[flag] *= 2.0
+    x[~flag] += x[~flag].sin()
+    return x
+
+
+def _assigned(x: Tensor, flag: Tensor) -> Tensor:
+    y = torch.stack([x, x.cos()])
+    y[:, flag] = x[flag].square()
+    y[0, flag] *= 3.0
+    y[1][~flag] = x[~flag].exp()
+    return y
+
+
+def _not_selected(x: Tensor, flag: Tensor) -> Tensor:
+    x = x * 1
+    x[flag & ~flag] = x.new_zeros((0, *x.shape))
+    x[flag | ~flag] = x.new_ones((1, *x.shape)) * x
+    return x
+
+
+@pytest.mark.parametrize("f", [_scaled, _assigned, _not_selected])
+@settings(max_examples=4)
+@given(flag=st.booleans().map(torch.tensor), shape=st.sampled_from([(), (2,), (2, 3)]))
+def test_a_mask_without_dims_selects_all_or_nothing(
+    f: Callable[..., Any], flag: Tensor, shape: tuple[int, ...]
+) -> None:
+    x, v = values(shape), values(shape)
+
+    def of_values(x: Tensor) -> Tensor:  # the mask is a tracer of each transform
+        out: Tensor = f(x, flag & (x.sum() * 0 == 0))
+        return out
+
+    out, tangent = torch.autograd.functional.jvp(of_values, x, v)
+    jacobian = torch.autograd.functional.jacobian(of_values, x)
+    for g in (of_values, specialize(of_values)):
+        torch.testing.assert_close(g(x), out)
+        torch.testing.assert_close(jvp(g, (x,), (v,))[1], tangent)
+        torch.testing.assert_close(jacfwd(g)(x), jacobian)
+        torch.testing.assert_close(jacfwd(jacfwd(g))(x), jacfwd(tsfunc.jacrev(g))(x))
+    each = vmap(lambda x, v: jvp(of_values, (x,), (v,)))
+    torch.testing.assert_close(each(x[None], v[None]), (out[None], tangent[None]))
+
+
+def test_one_value_is_written_by_a_mask_without_dims_for_each_example() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.stack([x, x.cos()])
+        y[:, x.sum() > 0] = 2.0
+        y[0, x.sum() < 0] = x.new_ones(1, 1) * 3
+        return y
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0], [0.0, 0.0]])
+    want = torch.stack([f(row) for row in x])
+    torch.testing.assert_close(vmap(f)(x), want)
+    torch.testing.assert_close(vmap(specialize(f))(x), want)
+    torch.testing.assert_close(specialize(vmap(f))(x), want)

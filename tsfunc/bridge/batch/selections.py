@@ -232,7 +232,7 @@ def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.
     Raises:
         IndexError: the mask's shape is not that of the dims that it indexes.
     """
-    (position,) = [position for position, item in enumerate(items) if isinstance(item, BatchTracer)]
+    (position,) = [position for position, item in enumerate(items) if isinstance(item, Tracer)]
     mask = items[position]
     before = sum(1 for item in items[:position] if item is None or isinstance(item, slice))
     basic = [*items[:position], *[_ALL] * mask.dim(), *items[position + 1 :]]

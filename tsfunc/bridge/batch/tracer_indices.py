@@ -60,19 +60,25 @@ def _as_known_int(item: Any) -> Any:
     if isinstance(item, list) and any(isinstance(part, Tracer) for part in item):
         # A list acts as a tensor of its items; Python can't build that tensor from tracers.
         return torch.stack([torch.as_tensor(part) for part in item])
-    if not _is_scalar(item):
-        return item
-    value = item
+    number = _known_number(item) if _is_scalar(item) else None
+    return item if number is None else number
+
+
+def _known_number(item: Tracer) -> Any:
+    """Return the number of a tensor without dims, or None if it is not one number for all work."""
+    value: Any = item
     while isinstance(value, BatchTracer | GradTracer) and getattr(value, "bdim", None) is None:
         value = value.value
     if type(value) is TraceTracer:
-        number = value.known_number()
-        return item if number is None else number
-    return int(value) if type(value) is torch.Tensor else item
+        return value.known_number()
+    return value.item() if type(value) is torch.Tensor else None
 
 
 def _is_flag(item: Any) -> bool:
-    return isinstance(item, Tracer) and item.dim() == 0 and item.dtype is torch.bool
+    """True for a bool tracer without dims whose value differs between examples, or is unknown."""
+    if not isinstance(item, Tracer) or item.dim() or item.dtype is not torch.bool:
+        return False
+    return _known_number(item) is None
 
 
 def _is_bound_by_tracers(item: Any) -> bool:
@@ -195,6 +201,9 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         items = masked_items(x, index)
         if items is not None:
             return select(x, items)
+        if any(_is_flag(item) for item in given):
+            x, given = _with_masks(x, given)
+            return x[given]
         if not is_traced_here() or not depends_on_sizes(x, given):
             return NotImplemented
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
@@ -272,7 +281,7 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return None
     given = index if isinstance(index, tuple) else (index,)
     if any(_is_flag(item) for item in given):
-        return _set_where(x, given, value)
+        return _set_by_mask(*_with_masks(x, given), value)
     if sum(map(_is_advanced, given)) == 1 and any(is_recorded_mask(i, x, value) for i in given):
         write_by_mask(x, _items(index, x.dim()), value)
         return None
@@ -298,17 +307,30 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     return None
 
 
-def _set_where(x: torch.Tensor, items: Sequence[Any], value: Any) -> Any:
-    """``x[flag, ...] = v`` with a bool tracer without dims, which writes all elements or none."""
-    flags = [item for item in items if _is_flag(item)]
-    rest = [item for item in items if not _is_flag(item)]
-    if any(_is_advanced(item) or _is_bound_by_tracers(item) for item in rest):
-        return NotImplemented
-    part = x[tuple(rest)] if rest else x
-    value = torch.as_tensor(value, dtype=part.dtype, device=part.device)
-    flag = functools.reduce(torch.logical_and, flags)
-    part.copy_(torch.where(flag, _without_leading_ones(value, part.dim()), part))
-    return None
+def _with_masks(x: torch.Tensor, given: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Replace bool tracers without dims by one mask along a new dim of size 1, their meaning."""
+    flags = [item for item in given if _is_flag(item)]
+    mask = functools.reduce(torch.logical_and, flags).reshape(1)
+    items = _items(tuple(given), x.dim())
+    places = [k for k, item in enumerate(items) if _is_flag(item)]
+    adjacent = places[-1] - places[0] < len(places)
+    first = places[0] if adjacent else 0  # torch puts the dim of separate items first
+    dim = sum(_consumed_dims(item) for item in items[:first] if item is not None)
+    rest = [None if _is_flag(item) else [item] for item in items]
+    rest.insert(first, [mask])
+    return x.unsqueeze(dim), tuple(item for part in rest if part for item in part)
+
+
+def _set_by_mask(x: torch.Tensor, given: tuple[Any, ...], value: Any) -> None:
+    """``x[given] = value``; a value for each selected element is left to torch's operator."""
+    items = _items(given, x.dim())
+    advanced = [k for k, item in enumerate(items) if _is_advanced(item) or _is_traced(item)]
+    right = sum(item is None or isinstance(item, slice) for item in items[advanced[0] :])
+    rank = value.dim() if isinstance(value, torch.Tensor) else 0
+    if len(advanced) == 1 and (rank <= right or isinstance(value.shape[-right - 1], int)):
+        write_by_mask(x, items, value)
+    else:
+        x[given] = value
 
 
 def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:
