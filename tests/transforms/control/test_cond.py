@@ -208,3 +208,21 @@ def test_a_checkpoint_of_a_branch_that_only_some_examples_take(wrap: Any) -> Non
     torch.testing.assert_close(grad(lambda x: vmap(g)(x).sum())(x), expected)
     curved = torch.stack([grad(grad(f))(row) for row in x])
     torch.testing.assert_close(vmap(grad(grad(g)))(x), curved)
+
+
+@pytest.mark.parametrize("constant", [torch.sgn, torch.floor, torch.frac, lambda x: x.detach() * 1])
+def test_branches_that_close_over_values_with_a_constant_tangent(constant: Any) -> None:
+    """torch makes the zero tangent of such a value without the level of its vmap."""
+
+    def f(x: torch.Tensor, t: torch.Tensor) -> Any:
+        def chosen(x: torch.Tensor) -> torch.Tensor:
+            c = constant(x)
+            return x * cond(x > 0, lambda y: c * 2 + y * 0, lambda y: c.sin(), x)
+
+        return tsfunc.jvp(chosen, (x,), (t,))
+
+    x, t = torch.tensor([0.5, -0.25, 2.0]).double(), torch.tensor([1.0, 2.0, 3.0]).double()
+    want = [torch.stack(parts) for parts in zip(*map(f, x, t), strict=True)]
+    for g in (vmap(f), specialize(vmap(f))):
+        for got, expected in zip(g(x, t), want, strict=True):
+            torch.testing.assert_close(got, expected)

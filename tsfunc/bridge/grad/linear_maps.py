@@ -51,6 +51,7 @@ class _Node(Function):
     def forward(ctx: Any, f: LinearMap, grad_mode: bool, *values: Any) -> Any:
         ctx.f = f
         ctx.count = len(values)
+        ctx.levels = [v.dispatch_level for v in values]
         ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
         # The values inside belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
@@ -68,7 +69,10 @@ class _Node(Function):
             given = tuple(
                 zero() if t is None else t for t, zero in zip(given, ctx.zeros, strict=True)
             )
-        return linear(ctx.f, given)
+        # A tangent that is the same for all examples may come without the levels of its value.
+        return linear(
+            ctx.f, [at_level(t, level) for t, level in zip(given, ctx.levels, strict=True)]
+        )
 
 
 def _zeros_like(value: Any) -> Callable[[], Any]:
@@ -110,7 +114,7 @@ def batch_first(value: BatchTracer, level: BatchLevel) -> torch.Tensor:
     return inner.movedim(dim, 0)
 
 
-def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
+def at_level(value: torch.Tensor, level: TracerLevel) -> Any:
     """Return a tensor as a tracer of the level; a tracer of an inner level is unchanged."""
     sync(value)
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
