@@ -441,6 +441,15 @@ class TestViewsOfViews:
         with_both = program_of(lambda x: (y := x.sum(0, keepdim=True), y.view(-1)), X)
         assert calls(with_both) == ["sum", "view"]
 
+    @pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin"])
+    def test_a_reduction_of_a_tensor_without_dims_before_a_view(self, name: str) -> None:
+        def f(x: Tensor) -> Tensor:
+            reduced: Tensor = getattr(x, name)(0, keepdim=True)
+            return reduced.view(1).sin()
+
+        x = torch.tensor(0.5)
+        torch.testing.assert_close(specialize(f)(x), f(x))
+
     def test_copies_before_views_are_made_by_the_first(self) -> None:
         def f(x: Tensor) -> tuple[Tensor, Tensor]:
             y = x.t().contiguous()

@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, bind_arguments, operator_of
 from tsfunc.bridge.writing.storages import memory_of
 from tsfunc.dispatch import state
+from tsfunc.ops.dims import wrap_dim
 from tsfunc.program.passes.effects import Aliases, aliased
 
 _PERMUTATIONS: Final = frozenset({"aten::t", "aten::transpose.int", "aten::permute"})
@@ -134,7 +135,7 @@ def _drop_kept_dims(
     dims, kept, value = values.get("dim"), source.meta["val"], node.meta["val"]
     if values.get("keepdim") is not True or not dims or not _fixed(kept) or not _fixed(value):
         return False
-    reduced = {dim % kept.dim() for dim in dims}
+    reduced = {wrap_dim(dim, kept.dim()) for dim in dims}
     shape = [size for i, size in enumerate(kept.shape) if i not in reduced]
     if list(value.shape) != shape or not (value.is_contiguous() and kept.is_contiguous()):
         return False
