@@ -464,3 +464,18 @@ def test_a_pullback_runs_derivatives_in_the_function_again(f: Any) -> None:
     torch.testing.assert_close(jacrev(checkpoint(f))(x), jacrev(f)(x))
     mapped = vmap(lambda x: vjp(checkpoint(f), x)[1](ct)[0])(x.expand(3, 4))
     torch.testing.assert_close(mapped, expected(ct)[0].expand(3, 4))
+
+
+def test_a_write_into_a_view_is_differentiated_inside_of_a_checkpoint() -> None:
+    """The backward pass writes into a tensor that it makes."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y[0].tanh_()
+        return y.sum()
+
+    x = torch.randn(3, 2, dtype=torch.float64)
+    want = torch.stack([torch.func.grad(f)(row) for row in x])
+    for transformed in (checkpoint(grad(f)), grad(lambda x: checkpoint(f)(x))):
+        torch.testing.assert_close(vmap(transformed)(x), want)
+        torch.testing.assert_close(tsfunc.specialize(vmap(transformed))(x), want)

@@ -144,7 +144,8 @@ def relatives_of(
         known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
         if bases <= known:
             break
-    storage = plain.untyped_storage()
+    with DisableTorchFunction():
+        storage = plain.untyped_storage()
     # Memory that can't grow belongs to NumPy or to another library.
     if not {id(plain), *bases} <= recent.keys() or not storage.resizable():
         raise CreatedOutside

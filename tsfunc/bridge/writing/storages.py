@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 
 from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -21,8 +21,9 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
     try:
         # A layout is not asked for: a class of tensors can have one of its own, which a dispatch
-        # mode would be called for. Tensors of other layouts raise an error here.
-        with DisableTorchFunctionSubclass():
+        # mode would be called for. Tensors of other layouts raise an error here. The function mode
+        # of a traced body would replace the tensor by a tracer.
+        with DisableTorchFunction():
             memory: int = tensor.untyped_storage()._cdata
             return memory
     except (RuntimeError, NotImplementedError):
