@@ -217,7 +217,8 @@ def test_branches_that_close_over_values_with_a_constant_tangent(constant: Any) 
     def f(x: torch.Tensor, t: torch.Tensor) -> Any:
         def chosen(x: torch.Tensor) -> torch.Tensor:
             c = constant(x)
-            return x * cond(x > 0, lambda y: c * 2 + y * 0, lambda y: c.sin(), x)
+            factor: torch.Tensor = cond(x > 0, lambda y: c * 2 + y * 0, lambda y: c.sin(), x)
+            return x * factor
 
         return tsfunc.jvp(chosen, (x,), (t,))
 
