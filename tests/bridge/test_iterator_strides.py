@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tsfunc import MetaTensorType as Meta
 from tsfunc import jacfwd, specialize, vmap
 
 # By the number of operands.
@@ -86,3 +87,49 @@ def test_a_view_in_the_program_of_a_jacobian_over_the_last_dim(size: int) -> Non
     f = vmap(jacfwd(lambda v: (v * 2).reshape(-1)[:3]), in_dims=3)
     x = torch.randn(3, 4, 4, size)
     torch.testing.assert_close(specialize(f)(x), f(x))
+
+
+def _drawn_indices(x: Tensor, rng: random.Random) -> tuple[Any, ...]:
+    """Return indices of some dims, which broadcast, in any layout."""
+    sizes = [rng.choice((1, 2, 3)) for _ in range(rng.randint(1, 3))]
+    indices: list[Any] = [slice(None)] * x.dim()
+    for dim in rng.sample(range(x.dim()), rng.randint(1, x.dim())):
+        kept = [n if rng.random() < 0.8 else 1 for n in sizes][rng.choice((0, 0, -1)) :]
+        indices[dim] = _laid_out(kept, rng).abs().mul(9).long() % x.shape[dim]
+    return tuple(indices)
+
+
+def test_an_indexed_tensor(request: pytest.FixtureRequest) -> None:
+    """The result has the layout of the indices in the indexed dims."""
+    rng = random.Random(f"{request.config.option.hypothesis_seed}")
+    for _ in range(40):
+        x = _laid_out([rng.choice((1, 2, 3, 4)) for _ in range(rng.randint(1, 4))], rng)
+        indices = _drawn_indices(x, rng)
+        known: list[Any] = []
+
+        def f(x: Tensor) -> Tensor:
+            result: Tensor = x[indices]  # noqa: B023 - called in this step of the loop
+            known.extend(result.stride())  # noqa: B023
+            return result
+
+        result = specialize(f)(x)
+        pairs = zip(known, x[indices].stride(), result.shape, strict=True)
+        assert all(step == expected for step, expected, size in pairs if size > 1)
+        torch.testing.assert_close(result, x[indices])
+
+
+@pytest.mark.parametrize("shape", [None, ["b", "t"], ["b", 5]])
+def test_a_view_of_a_tensor_indexed_in_another_order(shape: Any) -> None:
+    """A derivative takes a view where the eager result has one, and copies where it has none."""
+    weight = torch.randn(7, 3, requires_grad=True)
+
+    def f(tokens: Tensor) -> Any:
+        rows = weight[tokens[:, :-1].T]
+        target = tokens[:, 1:].T.flatten() % 3
+        loss = torch.nn.functional.cross_entropy(rows.flatten(0, 1), target)
+        return torch.autograd.grad(loss, weight)
+
+    program = specialize(f) if shape is None else specialize(f, {"tokens": Meta(shape)})
+    for batch in (4, 2):
+        tokens = torch.randint(0, 7, (batch, 5))
+        torch.testing.assert_close(program(tokens), f(tokens))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tsfunc import Dim, MetaTensorType, functional_call, grad, load, specialize, vmap
-from tsfunc.bridge.sizes.bounds import lower_bound
+from tsfunc import Dim, MetaTensorType, functional_call, grad, load, scan, specialize, vmap
+from tsfunc.bridge.sizes.bounds import lower_bound, without_common_factor
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.errors import ConstraintViolation
 
@@ -107,3 +108,39 @@ def test_a_number_that_an_expression_is_not_below(text: str, expected: int | Non
     expr = size.node.expr.xreplace(symbols._as_dims())
     found = lower_bound(expr, dims)
     assert found == expected if expected is not None else found < 0
+
+
+def test_a_small_size_beside_a_factor() -> None:
+    """``b * (t - 1) != b`` is about ``t`` alone: a step of a loop has all of the elements."""
+
+    def f(x: Tensor) -> Tensor:
+        columns = x[:, 1:].transpose(0, 1)
+        _, rows = scan(lambda carry, row: (carry, row.sin()), x.new_zeros(1), columns)
+        total: Tensor = rows.flatten(0, 1).square().sum()
+        return total
+
+    program = specialize(grad(f), {"x": MetaTensorType(["b", "t"])})
+    for b, t in ((4, 9), (2, 3), (5, 2), (3, 7)):
+        x = torch.randn(b, t)
+        y = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(y[:, 1:].sin().square().sum(), y)
+        torch.testing.assert_close(program(x), expected)
+    assert program.cache_info().programs == 2
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    [
+        ("Ne(b*(t - 1), b)", "Ne(t - 1, 1)"),
+        ("20*b < 20*b*t", "1 < t"),
+        ("Ne(20*t - 20, 20)", "Ne(t - 1, 1)"),
+        ("Ne(b*t, 0)", "Ne(b*t, 0)"),
+        ("Ne((b - 5)*t, b - 5)", "Ne((b - 5)*t, b - 5)"),
+    ],
+)
+def test_a_common_factor_that_is_positive(fact: str, expected: str) -> None:
+    dims = {"b": Dim("b"), "t": Dim("t")}
+    found, wanted = (sympy.sympify(text) for text in (fact, expected))
+    reduced = without_common_factor(found, dims)
+    assert reduced.func == wanted.func
+    assert sympy.expand(reduced.lhs - wanted.lhs) == sympy.expand(reduced.rhs - wanted.rhs) == 0

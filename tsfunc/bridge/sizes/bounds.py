@@ -58,6 +58,22 @@ def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
     return None
 
 
+def without_common_factor(fact: Any, dims: Mapping[str, Dim]) -> Any:
+    """Divide both sides of a comparison by a common factor: ``b*t != b`` is ``t != 1``.
+
+    The factor is positive for all sizes that the dims allow.
+    """
+    from sympy import cancel, gcd
+    from sympy.core.relational import Relational
+
+    if not isinstance(fact, Relational) or 0 in (fact.lhs, fact.rhs):
+        return fact
+    factor = gcd(fact.lhs, fact.rhs)
+    if lower_bound(factor, dims) <= 0:
+        return fact
+    return fact.func(cancel(fact.lhs / factor), cancel(fact.rhs / factor))
+
+
 def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
     return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.ops.tensor_iterator import clamp, pointwise, where
 
@@ -35,14 +36,18 @@ _CONTIGUOUS = frozenset(
 )
 # Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
 _NUMBER_OPERANDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
+_INDEXING = frozenset({"aten::index.Tensor", "aten::_unsafe_index.Tensor"})
 _CAPTURING = frozenset({"aten::lerp.Scalar"})
 
 
 def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
     """Return the strides of a pointwise operator's result, if torch's rule gives other ones.
 
-    The answer is None for equal strides, for other operators, and for symbolic sizes.
+    The answer is None for equal strides, for other operators, and for symbolic sizes, where the
+    rule is not ``index``.
     """
+    if op.name in _INDEXING:
+        return _index_strides(args, result)
     contiguous = op.name in _CONTIGUOUS
     if op.row is None or (op.row.rule not in _RULES and not contiguous):
         return None
@@ -62,6 +67,59 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
         order = memory_order(shape, *[_broadcast_strides(x, shape) for x in operands])
         strides = dense_strides(shape, order)
     return None if strides == list(result.stride()) else strides
+
+
+def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
+    """Return the strides of an indexed tensor, which follow the layout of the indices, too.
+
+    The kernel's operands are the tensor, expanded in the indexed dims, and the indices, expanded in
+    the others. torch's rule for fake tensors leaves out the indices. Strides of symbolic sizes are
+    compared by their hints: the strides of an index are multiples of each other.
+
+    Source: ``AdvancedIndex`` in torch.
+    """
+    x, indices = args
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return None  # masks become indices of one dim
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    rest = [dim for dim in range(x.dim()) if dim not in at]
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = [dim for dim in rest if adjacent and dim < at[0]]
+    after = rest[len(before) :]
+    first, last = len(before), result.dim() - len(after)
+    if last - first < 2 or 0 in result.shape:
+        return None  # one dim of indices
+    with suppress_guards(result.fake_mode):
+        indexed = result.shape[first:last]
+        steps = [_broadcast_strides(index, indexed) for index in given]
+        if result.device.type != "cpu" and any(each != steps[0] for each in steps):
+            steps = [dense_strides(indexed)] * len(given)
+        source = [x.stride(dim) for dim in before], [x.stride(dim) for dim in after]
+        operands = [[*source[0], *[0] * len(indexed), *source[1]]]
+        ones = len(before), len(after)
+        operands += [_strides_among_ones(indexed, each, *ones, result.shape) for each in steps]
+        strides = dense_strides(result.shape, memory_order(result.shape, *operands))
+        return None if strides == list(result.stride()) else strides
+
+
+def _strides_among_ones(
+    shape: Sequence[Any], strides: Sequence[Any], before: int, after: int, wanted: Sequence[Any]
+) -> list[Any]:
+    """Return the strides of a view with more dims of size 1, expanded to the wanted shape.
+
+    Source: ``computeStride`` in torch.
+    """
+    base, elements = strides[-1], 1
+    steps: list[Any] = []
+    sizes = [*[1] * before, *shape, *[1] * after]
+    given = [*[1] * before, *strides, *[1] * after]
+    for size, step, whole in zip(*map(reversed, (sizes, given, wanted)), strict=True):
+        if size != 1 and step != elements * base:
+            base, elements = step, 1
+        steps.insert(0, elements * base if size == whole else 0)
+        elements = elements * size
+    return steps
 
 
 def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger
+from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger, without_common_factor
 from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.errors import ConstraintViolation
@@ -47,12 +47,11 @@ def raised_minima(
     raised_dims: dict[str, Dim] = {}
     rest = []
     for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
-        names = sorted(str(symbol) for symbol in need.expr.free_symbols)
+        fact = need.expr if need.by_user else without_common_factor(need.expr, dims)
+        names = sorted(str(symbol) for symbol in fact.free_symbols)
         about = {name: raised_dims.get(name, dims[name]) for name in names}
         raised = (
-            with_larger(need.expr, about)
-            if not need.by_user and _is_about_small_size(need.expr)
-            else None
+            with_larger(fact, about) if not need.by_user and _is_about_small_size(fact) else None
         )
         if raised is None:
             rest.append(need)
