@@ -37,7 +37,14 @@ from tsfunc.bridge.grad import (
     zero_tangents,
 )
 from tsfunc.bridge.sizes import kernel_sizes
-from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, trace_level, trace_rules
+from tsfunc.bridge.trace import (
+    anomaly,
+    class_members,
+    data_methods,
+    tensor_guards,
+    trace_level,
+    trace_rules,
+)
 from tsfunc.bridge.tracers import (
     attributes,
     backward,
@@ -47,6 +54,7 @@ from tsfunc.bridge.tracers import (
     grad_level,
     methods,
     python_functions,
+    tracer_members,
 )
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_views, writes
@@ -59,6 +67,8 @@ _RULES = (
     reshaping, selection_items, selection_rows, selection_sums, strided_views,
     symbolic_composites, tensor_guards, trace_rules, writes,
 )  # fmt: skip
+# The modules that give tracers members of their own, which compiled ones do not replace.
+_MEMBERS = (attributes, class_members, methods)
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)
 # The modules that declare what the first transform or level of a process prepares.
@@ -79,3 +89,4 @@ def _reader() -> Any:
 registry.load([module.function_rules for module in _RULES])
 hooks.unknown_class.add(containers.register)
 python_functions.replace_handle_torch_function()
+tracer_members.install()

@@ -352,6 +352,18 @@ def view_as_real(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     return op(args[0].resolve_conj()), bdims[0]
 
 
+@VIEWS.row("aten::unflatten.int")
+@shifted(Shift.SAME, Shift.DIM)
+def unflatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """The batch dim moves if the new dims lie before it."""
+    x, bdim = args[0], bdims[0]
+    if x.dim() == 1:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    dim = physical_dim(args[1], x.dim() - 1, bdim)
+    out = op(x, dim, args[2])
+    return out, bdim + len(args[2]) - 1 if dim < bdim else bdim
+
+
 @VIEWS.row("aten::flatten.using_ints")
 @shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:

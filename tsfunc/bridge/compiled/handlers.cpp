@@ -25,11 +25,12 @@
 //
 // objects.h has Python objects in C++, levels.h the thread's state, values.h the dispatcher's values,
 // tracers.h the unwrapping and wrapping, plans.h and recipes.h what is to be called,
-// dispatch_handler.h and function_handler.h the two handlers, autograd_kernels.h kernels of
+// dispatch_handler.h and function_handler.h the two handlers, methods.h the members of the class of
+// tracers that find a plan before torch parses a call, autograd_kernels.h kernels of
 // derivatives, guards.h the checks that guards of programs make. This file is the module.
 #include "autograd_kernels.h"
-#include "function_handler.h"
 #include "guards.h"
+#include "methods.h"
 
 namespace {
 
@@ -78,6 +79,8 @@ PyMethodDef definitions[] = {
     {"setup", setup, METH_O, "Look up what the handlers use."},
     {"install_function_handler", install_function_handler, METH_O,
      "Let a class of tracers have the function handler."},
+    {"install_members", reinterpret_cast<PyCFunction>(install_members), METH_FASTCALL,
+     "Let a class of tracers have members for torch's."},
     {"handle_torch_function", reinterpret_cast<PyCFunction>(handle_torch_function),
      METH_FASTCALL | METH_KEYWORDS, "Call a function of torch on arguments with a handler."},
     {"enable", enable, METH_O, "Let the handlers take calls, or leave every call to Python."},

@@ -66,6 +66,7 @@ struct Names {
   NAMES(X)
 #undef X
   PyObject* zero = nullptr;          // the number 0
+  PyObject* one = nullptr;           // the number 1
   PyObject* state = nullptr;         // "state"
   PyObject* kernel_state = nullptr;  // "kernel_state"
 } names;
@@ -176,6 +177,7 @@ void look_up(PyObject* options) {
   NAMES(X)
 #undef X
   names.zero = PyLong_FromLong(0);
+  names.one = PyLong_FromLong(1);
   names.state = interned("state").release();
   names.kernel_state = interned("kernel_state").release();
 }

@@ -13,6 +13,7 @@ Tracers and levels
 The way of a call to its rule
     - ``batch_handlers``: the handlers of batched tensors
     - ``call_plans``: what is decided once for a kind of call
+    - ``tracer_members``: methods and operators with which compiled handlers replace torch's
     - ``parsing``: the operator and arguments of a Python call
     - ``recipes``: the operators that a rule called
     - ``function_registry``: rules of Python functions, and their order

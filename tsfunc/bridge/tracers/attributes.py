@@ -13,7 +13,6 @@ from torch._C import DisableTorchFunctionSubclass, _functorch
 
 from tsfunc.bridge.tracers.backward import backward
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     innermost_level,
@@ -51,16 +50,6 @@ def _read(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 def _format(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Format as ``_show`` without a format spec; with one, read the data."""
     return (_read if args[1] else _show)(func, types, args, kwargs)
-
-
-def _without_handler(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a Python method past the function handler, because its C method would call it again."""
-    level = innermost_level((*args, *kwargs.values()))
-    with DisableTorchFunctionSubclass():
-        if level is None or level.autograd:
-            return func(*args, **kwargs)
-        with without_autograd():
-            return func(*args, **kwargs)
 
 
 def read_from_value(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -134,7 +123,14 @@ function_rules.add(
 function_rules.add(Stage.METHOD, _read, torch.is_nonzero, *_existing(
     "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy is_nonzero"
 ))  # fmt: skip
-function_rules.add(Stage.METHOD, _without_handler, _T.unflatten)
+
+
+@function_rules.replace(_T.unflatten)
+def _unflatten(x: Any, dim: Any, sizes: Any) -> Any:
+    """Call torch's function: the C++ method that the method calls would call it again."""
+    return torch.unflatten(x, dim, sizes)
+
+
 function_rules.add(
     Stage.METHOD, read_from_value, _T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg
 )
@@ -193,11 +189,12 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("shape", "dtype", "device", "ndim"):
-    setattr(Tracer, _name, _property(_name))
+# The members that read the metadata of the tracer itself.
+METADATA: Final = (
+    "shape", "dtype", "device", "ndim", "dim", "size", "stride", "is_contiguous", "is_complex",
+    "is_floating_point", "numel", "storage_offset",
+)  # fmt: skip
+for _name in METADATA:
+    # A function mode gets the class's own method.
+    setattr(Tracer, _name, (_method if callable(getattr(_T, _name)) else _property)(_name))
 Tracer.layout = property(_layout)  # type: ignore[assignment]
-for _name in (
-    "dim", "size", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel",
-    "storage_offset",
-):  # fmt: skip
-    setattr(Tracer, _name, _method(_name))  # a function mode gets the class's own attribute

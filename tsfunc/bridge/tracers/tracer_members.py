@@ -1,0 +1,79 @@
+"""The members of torch's tensors that compiled handlers put on the class of tracers.
+
+NOTE [methods of tracers] in ``compiled/methods.h`` has the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodDescriptorType
+from typing import Any, Final
+
+import torch
+
+from tsfunc.bridge import compiled
+from tsfunc.bridge.tracers.attributes import METADATA
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.tracer import Tracer
+
+_T: Any = torch.Tensor
+_TRANSPOSES: Final = ("T", "mT")
+
+Member = tuple[str, Any, Any]
+
+
+def install() -> None:
+    """Let the classes of batched tensors have the members, if the compiled handlers are built.
+
+    All members of tracers that are written in Python must be there before.
+    """
+    handlers = compiled.load()
+    if handlers is not None:
+        for kind in BatchTracer.layouts:
+            handlers.install_members(kind, tuple(_members()), _python_operators())
+
+
+def _members() -> Iterator[Member]:
+    """Yield the names, torch's members, and the functions by which plans know them.
+
+    The function is None for a member that reads the metadata of the tracer itself.
+    """
+    for name in METADATA:
+        yield name, getattr(_T, name), None
+    for name in _TRANSPOSES:
+        yield name, getattr(_T, name), _T.transpose
+    yield "unflatten", _T.unflatten, torch.unflatten
+    for name in dir(_T):
+        member = getattr(_T, name)
+        is_own = getattr(Tracer, name) is not member
+        if isinstance(member, MethodDescriptorType) and not name.startswith("_") and not is_own:
+            yield name, member, member
+
+
+def _python_operators() -> tuple[tuple[Any, Any, Any, Any], ...]:
+    """Return the members that Python's operators call, in the order of ``compiled/methods.h``.
+
+    Each has the function by which plans know it and torch's member, with a tracer on the left and
+    with one on the right.
+    """
+
+    def unary(function: Any, member: Any) -> tuple[Any, Any, Any, Any]:
+        return function, member, None, None
+
+    return (
+        (_T.add, _T.__add__, _T.add, _T.__radd__),
+        (_T.sub, _T.__sub__, _T.__rsub__, _T.__rsub__),
+        (_T.mul, _T.__mul__, _T.mul, _T.__rmul__),
+        (_T.div, _T.__truediv__, _T.__rtruediv__, _T.__rtruediv__),
+        (_T.matmul, _T.__matmul__, _T.__rmatmul__, _T.__rmatmul__),
+        (_T.__pow__, _T.__pow__, _T.__rpow__, _T.__rpow__),
+        unary(_T.lt, _T.__lt__),
+        unary(_T.le, _T.__le__),
+        unary(_T.eq, _T.__eq__),
+        unary(_T.ne, _T.__ne__),
+        unary(_T.gt, _T.__gt__),
+        unary(_T.ge, _T.__ge__),
+        unary(_T.neg, _T.__neg__),
+        unary(_T.__getitem__, _T.__getitem__),
+        unary(_T.__setitem__, _T.__setitem__),
+    )
