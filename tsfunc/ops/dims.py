@@ -116,6 +116,14 @@ def memory_span(shape: Sequence[Any], strides: Sequence[Any]) -> Any:
     return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
+def is_expanded(x: Tensor) -> bool:
+    """True if several elements of a tensor share a place in memory along a dim."""
+    return x.layout is torch.strided and any(
+        type(step) is int and step == 0 and not (type(size) is int and size == 1)
+        for size, step in zip(x.shape, x.stride(), strict=True)
+    )
+
+
 def without_overlaps(x: Tensor) -> Tensor:
     """Return a copy of an expanded tensor that has an element for each of its own."""
     steps = x.stride()

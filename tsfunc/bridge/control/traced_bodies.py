@@ -28,7 +28,7 @@ from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import dense_strides, in_memory_order, memory_order
+from tsfunc.ops.dims import dense_strides, in_memory_order, is_expanded, memory_order
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,6 @@ def same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
     The strides of dims of one element do not count, and neither do those of other layouts.
     """
     return x.layout is not torch.strided or _same_strides(x.shape, x.stride(), y.stride())
-
-
-def is_expanded(x: torch.Tensor) -> bool:
-    """True if several elements share a place in memory along a dim."""
-    strided = x.layout is torch.strided
-    return strided and any(
-        type(step) is int and step == 0 and not statically_known_true(size == 1)
-        for size, step in zip(x.shape, x.stride(), strict=True)
-    )
 
 
 def order_of(x: torch.Tensor) -> Order | None:

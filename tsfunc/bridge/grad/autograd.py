@@ -37,7 +37,7 @@ from tsfunc.bridge.tracers.torch_state import (
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.dispatch import current_levels
-from tsfunc.ops.dims import without_overlaps
+from tsfunc.ops.dims import is_expanded, without_overlaps
 
 _alias = torch.ops.aten.alias.default
 
@@ -453,12 +453,6 @@ def make_dual(
     with DisableTorchFunctionSubclass():
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
-
-
-def is_expanded(value: Any) -> bool:
-    """True if several elements of a tensor are one in memory."""
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return strided and 0 in value.stride()
 
 
 def _known_to_have_equal_strides(primal: torch.Tensor, tangent: torch.Tensor) -> bool:

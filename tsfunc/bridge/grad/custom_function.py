@@ -23,7 +23,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import hooks, pytrees
 from tsfunc.bridge.grad import apply_hook
-from tsfunc.bridge.grad.autograd import is_expanded, is_perturbed, outside_graph
+from tsfunc.bridge.grad.autograd import is_perturbed, outside_graph
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
@@ -48,6 +48,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, r
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.recording import run_as
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import is_expanded
 
 _torch_vmap = Function.vmap
 
@@ -96,7 +97,8 @@ def _with_own_elements(forward: Callable[..., Any], setup: bool) -> Callable[...
         out = forward(*args)
         copies: dict[int, Any] = {}
         for x in out if isinstance(out, tuple) else (out,):
-            if is_expanded(x) and differentiable(x) and not any(x is arg for arg in args):
+            expanded = isinstance(x, torch.Tensor) and differentiable(x) and is_expanded(x)
+            if expanded and not any(x is arg for arg in args):
                 with outside_graph(True):
                     copies[id(x)] = x.clone(memory_format=torch.contiguous_format)
         if not copies:

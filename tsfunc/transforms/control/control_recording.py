@@ -20,7 +20,6 @@ from tsfunc.bridge.control.traced_bodies import (
     TracedResult,
     common,
     common_order,
-    is_expanded,
     operands_of,
     order_of,
     same_layout,
@@ -33,7 +32,7 @@ from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import dense_strides
+from tsfunc.ops.dims import dense_strides, is_expanded
 from tsfunc.transforms.control.call_forms import Batching
 from tsfunc.transforms.control.control_operators import (
     AssociativeScan,
