@@ -15,8 +15,15 @@ from tsfunc.bridge.tracers.batch_tracer import (
     rewrap,
     unwrap,
     unwrap_args,
+    update_history,
 )
-from tsfunc.bridge.tracers.operators import CALL_ERRORS, TorchOperator, functional_form, needs_rule
+from tsfunc.bridge.tracers.operators import (
+    CALL_ERRORS,
+    TorchOperator,
+    functional_form,
+    needs_rule,
+    tensors_in,
+)
 from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -49,6 +56,9 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for position in op.written:
             before_write(level, args[position : position + 1])
     _, values, kinds = unwrap_args(args, level)
+    for position in op.written if isinstance(op, TorchOperator) else ():
+        for value in tensors_in(values[position : position + 1]):
+            update_history(value)
     bdims = bdims_of(kinds, values)
     any_batched = any(bdim is not None for bdim in bdims)
     if kwargs:

@@ -53,6 +53,7 @@ Owned call_on_values(
   }
   if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
     return Owned();
+  if (written != nullptr) update_history(call.values()[0]);
   PyObject* outer = slot(call.level, slots.outer);
   PyObject* bdim = direct ? slot(plan, slots.dim) : names.zero;
   auto result = [&](const at::Tensor& value) {

@@ -152,6 +152,13 @@ Owned wrap(const at::Tensor& value, PyObject* bdim, PyObject* level) {
   return wrap(value, object.get(), bdim, level);
 }
 
+// batch_tracer.update_history.
+void update_history(PyObject* value) {
+  if (value == nullptr) return;
+  const at::Tensor& tensor = THPVariable_Unpack(value);
+  if (tensor.requires_grad()) tensor.grad_fn();
+}
+
 at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
   return THPVariable_Unpack(wrap(tensor, bdim, level).get());
 }
@@ -396,9 +403,9 @@ class OperatorCall : public Call {
   // The tensor that is the first argument.
   const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
-  // Let the value that a call writes have a Python object.
+  // Let the value that a call writes have a Python object, and its history be up to date.
   void hold_written() const {
-    if (is_tracer(held_[0].get())) value_of(held_[0].get());
+    if (is_tracer(held_[0].get())) update_history(value_of(held_[0].get()));
   }
 
   // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments

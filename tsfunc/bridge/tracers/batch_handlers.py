@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     rewrap,
     unwrap_args,
     unwrap_ended,
+    update_history,
     wrap,
     wrap_in_python,
 )
@@ -196,6 +197,8 @@ def _computed(
         direct: True if the plan's function is called on the values.
         values, kwargs: the arguments of the function or the rule.
     """
+    if plan.writes:
+        update_history(values[0])
     try:
         if direct:
             return plan.function(*values, **kwargs) if kwargs else plan.function(*values)

@@ -31,6 +31,7 @@ _Tensor = torch.Tensor
 _shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
 _device_of = _Tensor.device.__get__
+_grad_fn_of = _Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
 _items_of = tuple.__getitem__
 _WITHOUT_FIRST = slice(1, None)
@@ -249,6 +250,17 @@ def unwrap_ended(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
     except LookupError:
         return None
     return (values, named) if changed else None
+
+
+def update_history(value: Any) -> None:
+    """Update the history that autograd has of a view, before a write to it.
+
+    After a write to its base, or to another view of it, torch takes a view for a leaf that requires
+    gradients, and refuses a second write, until its ``grad_fn`` is read.
+    """
+    if isinstance(value, _Tensor):
+        with DisableTorchFunctionSubclass():
+            _grad_fn_of(value)
 
 
 def wrap_in_python(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTracer:
