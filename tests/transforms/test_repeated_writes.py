@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import grad, jvp, vmap
+from tsfunc import grad, jvp, specialize, vmap
 
 DOUBLE = torch.float64
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -79,3 +79,25 @@ def test_writes_into_one_view(view: str, drawn: int) -> None:
         torch.testing.assert_close(nested.sum(), expected)
         tangent = jvp(of_batch, (q,), (torch.ones_like(q),))[1]
         torch.testing.assert_close(tangent, expected)
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "view",
+    [lambda z: z.T, lambda z: z[0], lambda z: z.view(-1)],
+    ids=["transpose", "row", "flat"],
+)
+def test_a_tensor_is_written_after_a_view_of_it(
+    view: Callable[[Tensor], Tensor], place: int, program: bool
+) -> None:
+    def loss(x: Tensor) -> Tensor:
+        whole = torch.zeros(3, 4, dtype=DOUBLE)
+        view(whole).add_(view(x).sin())
+        whole.add_(x * x)
+        return (whole**2).sum()
+
+    x = torch.randn(2, 3, 4, dtype=DOUBLE)
+    mapped = vmap(grad(loss), place)
+    found = (specialize(mapped) if program else mapped)(x.movedim(0, place).contiguous())
+    torch.testing.assert_close(found, torch.stack([grad(loss)(one) for one in x]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -59,4 +60,83 @@ def test_each_example_is_written_as_if_alone(write: str, tower: str, backend: st
     expected = torch.stack([derivative(x) for x in X])
     mapped = vmap(derivative, chunk_size=2 if backend is None else None)
     found = (tsfunc.specialize(mapped) if backend else mapped)(X)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(
+    "curvature",
+    [
+        hessian,
+        lambda f: jacfwd(grad(f)),
+        lambda f: lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
+        lambda f: tsfunc.checkpoint(hessian(f)),
+    ],
+    ids=["hessian", "jacfwd of grad", "jvp of grad", "checkpoint of hessian"],
+)
+def test_a_backward_pass_writes_into_examples_with_gaps(
+    curvature: Any, at: int, program: bool
+) -> None:
+    """The backward pass of a write into a view writes into a tensor with the base's strides."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.sin().transpose(0, -1)
+        y[0].tanh_()
+        return (y * torch.arange(6.0, dtype=x.dtype).view_as(y)).sum()
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64).movedim(2, at)
+    x = x.contiguous()  # examples are dense only if the batch dim is first
+    expected = torch.stack([curvature(f)(each.contiguous()) for each in x.unbind(at)])
+    mapped = vmap(curvature(f), at)
+    torch.testing.assert_close((tsfunc.specialize(mapped) if program else mapped)(x), expected)
+
+
+MADE: list[Callable[[], Tensor]] = [
+    lambda: torch.zeros(3, 8, dtype=torch.float64)[:, 2:6],
+    lambda: torch.zeros(3, 8, dtype=torch.float64)[:, ::2],
+    lambda: torch.zeros(4, 5, dtype=torch.float64)[:, 1:4].T,
+    lambda: torch.zeros(5, 3, 4, dtype=torch.float64)[2],
+    lambda: torch.zeros(4, 3, dtype=torch.float64).T,
+]
+SEEN: list[Callable[[Tensor], Tensor]] = [
+    lambda z: z[0],
+    lambda z: z[:, 1],
+    lambda z: z[1:, ::2],
+    lambda z: z.T,
+    lambda z: z,
+]
+FILLED: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda z, x: z.copy_(x * x.sum()),
+    lambda z, x: z.add_(x * x),
+    lambda z, x: z[0].add_(x[0] * x[1]),
+    lambda z, x: z.T.add_(x.T.sin()),
+    lambda z, x: z.__setitem__((slice(None), 0), x[:, 1] * x[:, 2]),
+]
+CURVATURES: list[Any] = [hessian, lambda f: jacfwd(jacfwd(f)), lambda f: jacfwd(grad(f)), jacfwd]
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("drawn", range(20))
+def test_a_tensor_made_inside_keeps_its_place_in_memory(drawn: int, program: bool) -> None:
+    """Forward mode views the tangent of a base again, by the strides and offsets of views.
+
+    A write makes the tensor batched after tracers of inner levels have got its strides.
+    """
+    rng = random.Random(torch.initial_seed() + drawn)
+    made, seen, filled = rng.choice(MADE), rng.choice(SEEN), rng.choice(FILLED)
+    curvature, at, before = rng.choice(CURVATURES), rng.randrange(3), rng.random() < 0.7
+
+    def f(x: Tensor) -> Tensor:
+        z = made()
+        view = seen(z)
+        filled(z, x)
+        view = view if before else seen(z)
+        out: Tensor = (view**2).sum() + (z.sum() * x[0]).sin().sum()
+        return out
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = torch.stack([curvature(f)(each) for each in x])
+    mapped = vmap(curvature(f), at)
+    found = (tsfunc.specialize(mapped) if program else mapped)(x.movedim(0, at).contiguous())
     torch.testing.assert_close(found, expected)

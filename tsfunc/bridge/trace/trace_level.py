@@ -342,6 +342,12 @@ class TraceTracer(Tracer):
             node = source
         return node
 
+    def base_here(self) -> TraceTracer | None:
+        node = self.base_identity()
+        if node is self.node:
+            return None
+        return traced_as(node.meta["val"], node, self.dispatch_level, False)
+
     def is_lazily_conjugated(self) -> bool:
         self.dispatch_level.tensor_guards.guard_all("{}.is_conj()")
         return self.value.is_conj()

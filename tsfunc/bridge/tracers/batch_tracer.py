@@ -31,7 +31,7 @@ _Tensor = torch.Tensor
 _shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
 _device_of = _Tensor.device.__get__
-_grad_fn_of = _Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_grad_fn_of = _Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 _items_of = tuple.__getitem__
 _WITHOUT_FIRST = slice(1, None)

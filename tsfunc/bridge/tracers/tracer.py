@@ -308,6 +308,13 @@ class Tracer(torch.Tensor):
         """
         return None
 
+    def base_here(self) -> Tracer | None:
+        """Return a tracer of the tensor which the tracer is a view of; None if it is not a view.
+
+        It is for levels at which a base may have no object.
+        """
+        return None
+
     def is_lazily_conjugated(self) -> bool:
         """True if the value is lazily conjugated: C++ can't read this from the tracer."""
         value = getattr(self, "value", None)

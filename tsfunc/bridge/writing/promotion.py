@@ -65,12 +65,15 @@ class TensorAliases:
         lifted: tracers of the level itself that wrap one of the tensors.
         entries: the parameters and buffers of modules from outside that have the memory.
         hooks: the hooks of emulated views of the tensors.
+        fixed: True if forward mode runs at the level, or at one further in that has tracers of the
+            tensors: it views their bases and tangents again, by their strides and offsets.
     """
 
     tensors: list[torch.Tensor]
     lifted: list[Any]
     entries: list[ModuleEntry]
     hooks: list[TracerHook]
+    fixed: bool
 
 
 def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
@@ -86,12 +89,13 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     recent, relatives, entries = relatives_of(plain, memory, level)
     depth = subject.dispatch_level.depth if isinstance(subject, Tracer) else 0
     ids = {id(tensor) for tensor in relatives}
-    aliases = TensorAliases([] if depth else relatives, [], entries, [])
+    aliases = TensorAliases([] if depth else relatives, [], entries, [], level.forward > 0)
     others: list[Tracer] = []
     for tensor in recent.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
             continue
         other = tensor.dispatch_level
+        aliases.fixed |= other.alive and other.depth >= level.depth and other.forward > 0
         if other is level:
             aliases.lifted.append(tensor)
         elif other.depth == depth:
@@ -105,10 +109,25 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     if outside or id(subject) not in recent:
         raise CreatedOutside
     aliases.tensors = _connected(subject, aliases.tensors)
+    if aliases.fixed:
+        aliases.tensors += _unheld_bases(aliases.tensors)
     promoted = {id(tensor) for tensor in aliases.tensors}
     hooks = {id(hook): hook for hook in map(hook_of, recent.values())}.values()
     aliases.hooks = [x for x in hooks if isinstance(x, TracerHook) and id(x.base) in promoted]
     return aliases
+
+
+def _unheld_bases(tensors: Tensors) -> list[torch.Tensor]:
+    """Return the tensors of a trace that others are views of, and that no object stands for.
+
+    Autograd views the gradient or the tangent of a base again by the offset of each view, which
+    counts from the start of the base.
+    """
+    bases = {id(base_of(x)): x.base_here() for x in tensors if isinstance(x, Tracer)}
+    for x in tensors:
+        if isinstance(x, Tracer) and x.base_here() is None:
+            bases[id(base_of(x))] = None
+    return [base for base in bases.values() if base is not None]
 
 
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
@@ -210,7 +229,10 @@ class _Extent:
         inner_first, inner_end = other.bounds()
         if not (first <= inner_first and inner_end <= end):
             return False
-        return self.full or bool(torch.all(self._bytes(first, end) | ~other._bytes(first, end)))
+        if self.full:
+            return True
+        with DisableTorchFunction():  # a trace would record the masks
+            return bool(torch.all(self._bytes(first, end) | ~other._bytes(first, end)))
 
     def overlaps(self, other: _Extent) -> bool:
         """True if both have some memory in common."""
@@ -220,7 +242,8 @@ class _Extent:
             return False
         if self.full and other.full:
             return True
-        return bool(torch.any(self._bytes(first, end) & other._bytes(first, end)))
+        with DisableTorchFunction():
+            return bool(torch.any(self._bytes(first, end) & other._bytes(first, end)))
 
     @property
     def full(self) -> bool:
@@ -278,6 +301,7 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
     inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)
     # An emulated view of a tensor that was transposed in place knows the previous strides.
     movable = all(hook.stride == hook.base.stride() for hook in aliases.hooks)
+    movable = movable and not aliases.fixed
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
         pairs = list(_counterparts(aliases.tensors, level, batched, movable))
     promoted = {id(tensor): tensor for tensor, _ in pairs}
@@ -354,10 +378,16 @@ def _first(tensors: Tensors, positions: Mapping[int, _Extent]) -> torch.Tensor:
     """Return the tensor that covers the memory of all, preferably not a view."""
     if len(tensors) == 1:
         return tensors[0]
-    for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
+    for tensor in sorted(tensors, key=_is_view):
         if all(positions[id(tensor)].has(positions[id(other)]) for other in tensors):
             return tensor
     raise NoCommonBase
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, Tracer) and tensor.base_here() is not None:
+        return True
+    return _physical(tensor)._base is not None
 
 
 def _covering(firsts: Tensors, positions: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
