@@ -87,6 +87,7 @@ CALLS: dict[str, list[Call]] = {
     "real": [(C,), (X,)],
     "imag": [(C,)],
     "flatten.using_ints": [(X,), (X, 1), (X, 0, -2), (V,), (S,)],
+    "unflatten.int": [(X, 0, (1, -1)), (X, -1, (-1, 1)), (X, 1, (-1,)), (V, 0, (1, 1, -1))],
     "as_strided": [(V, [2, 2], [2, 1]), (V, [3], [1], 1), (X, [2, 2], [1, 4])],
     "as_strided_copy": [(V, [2, 2], [2, 1])],
     "as_strided_scatter": [(V, torch.randn(2, 2), [2, 2], [2, 1])],

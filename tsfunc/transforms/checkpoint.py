@@ -85,8 +85,8 @@ def checkpoint(
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]: ...
-@delegate_in_dynamo(_checkpoint_in_dynamo)
 @folding("checkpoint")
+@delegate_in_dynamo(_checkpoint_in_dynamo)
 def checkpoint(
     func: Callable[..., Any] | None = None,
     *,
