@@ -301,6 +301,17 @@ def jacrev(
     func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **_: Any
 ) -> Function:
     """Return the Jacobian, a row for each entry of the outputs."""
+    return _jacobian(func, argnums, has_aux, forward=False)
+
+
+def _jacobian(
+    func: Function, argnums: int | tuple[int, ...], has_aux: bool, *, forward: bool
+) -> Function:
+    """Return the Jacobian.
+
+    Args:
+        forward: True for the dtypes of the outputs, which tangents have; False for those of inputs.
+    """
 
     @functools.wraps(func)
     def jacobian(*args: Any) -> Any:
@@ -317,6 +328,8 @@ def jacrev(
                 else x.new_zeros(out.shape + x.shape)
                 for k, x in enumerate(inputs)
             ]
+            if forward and out.is_floating_point():
+                found = [block.to(out.dtype) for block in found]
             tree = pytree.tree_unflatten(found, spec)
             blocks.append(tree[0] if isinstance(argnums, int) else tuple(tree))
         found = pytree.tree_unflatten(blocks, out_spec)
@@ -328,8 +341,8 @@ def jacrev(
 def jacfwd(
     func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **_: Any
 ) -> Function:
-    """Return the Jacobian."""
-    return jacrev(func, argnums, has_aux)
+    """Return the Jacobian, a column for each entry of the inputs."""
+    return _jacobian(func, argnums, has_aux, forward=True)
 
 
 def hessian(func: Function, argnums: int | tuple[int, ...] = 0) -> Function:
