@@ -28,9 +28,11 @@ def install() -> None:
     All members of tracers that are written in Python must be there before.
     """
     handlers = compiled.load()
-    if handlers is not None:
-        for kind in BatchTracer.layouts:
-            handlers.install_members(kind, tuple(_members()), _python_operators())
+    if handlers is None:
+        return
+    members, operators = tuple(_members()), _python_operators()
+    for kind in BatchTracer.layouts:
+        handlers.install_members(kind, members, operators)
 
 
 def _members() -> Iterator[Member]:
@@ -57,7 +59,7 @@ def _python_operators() -> tuple[tuple[Any, Any, Any, Any], ...]:
     with one on the right.
     """
 
-    def unary(function: Any, member: Any) -> tuple[Any, Any, Any, Any]:
+    def in_front(function: Any, member: Any) -> tuple[Any, Any, Any, Any]:
         return function, member, None, None
 
     return (
@@ -67,13 +69,13 @@ def _python_operators() -> tuple[tuple[Any, Any, Any, Any], ...]:
         (_T.div, _T.__truediv__, _T.__rtruediv__, _T.__rtruediv__),
         (_T.matmul, _T.__matmul__, _T.__rmatmul__, _T.__rmatmul__),
         (_T.__pow__, _T.__pow__, _T.__rpow__, _T.__rpow__),
-        unary(_T.lt, _T.__lt__),
-        unary(_T.le, _T.__le__),
-        unary(_T.eq, _T.__eq__),
-        unary(_T.ne, _T.__ne__),
-        unary(_T.gt, _T.__gt__),
-        unary(_T.ge, _T.__ge__),
-        unary(_T.neg, _T.__neg__),
-        unary(_T.__getitem__, _T.__getitem__),
-        unary(_T.__setitem__, _T.__setitem__),
+        in_front(_T.lt, _T.__lt__),
+        in_front(_T.le, _T.__le__),
+        in_front(_T.eq, _T.__eq__),
+        in_front(_T.ne, _T.__ne__),
+        in_front(_T.gt, _T.__gt__),
+        in_front(_T.ge, _T.__ge__),
+        in_front(_T.neg, _T.__neg__),
+        in_front(_T.__getitem__, _T.__getitem__),
+        in_front(_T.__setitem__, _T.__setitem__),
     )

@@ -123,11 +123,11 @@ def _unheld_bases(tensors: Tensors) -> list[torch.Tensor]:
     Autograd views the gradient or the tangent of a base again by the offset of each view, which
     counts from the start of the base.
     """
-    bases = {id(base_of(x)): x.base_here() for x in tensors if isinstance(x, Tracer)}
-    for x in tensors:
-        if isinstance(x, Tracer) and x.base_here() is None:
-            bases[id(base_of(x))] = None
-    return [base for base in bases.values() if base is not None]
+    found = [(id(base_of(x)), x.base_here()) for x in tensors if isinstance(x, Tracer)]
+    held = {identity for identity, base in found if base is None}
+    return [
+        base for identity, base in dict(found).items() if base is not None and identity not in held
+    ]
 
 
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
