@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,6 +156,45 @@ def test_types_are_promoted_as_logical_tensors(shapes: tuple[Any, Any]) -> None:
 def test_numbers_count_less_in_type_promotion(dtype: torch.dtype, number: Any) -> None:
     for shape in ((), (3,)):
         assert check(torch.ops.aten.mul.Tensor, _tensor(shape, dtype), number)
+
+
+_CLAMPS: dict[str, Callable[..., torch.Tensor]] = {
+    "torch.clamp": torch.clamp,
+    "torch.clip": lambda x, low, high: torch.clip(x, max=high, min=low),
+    "clamp": lambda x, low, high: x.clamp(low, high),
+    "clip": lambda x, low, high: x.clip(low, max=high),
+    "clamp_": lambda x, low, high: x.clone().clamp_(low, high),
+    "clip_": lambda x, low, high: x.clone().clip_(min=low, max=high),
+    "out": lambda x, low, high: torch.clamp(x, low, high, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("bounds", [(0.5, -0.5, 2.0), (1, -2, 3)])
+@pytest.mark.parametrize("shape", [(3,), (3, 4)])
+@pytest.mark.parametrize("name", _CLAMPS)
+def test_a_bound_of_each_example_beside_a_number(
+    name: str, shape: tuple[int, ...], bounds: tuple[float, ...]
+) -> None:
+    """torch reads a tensor without dims as a number if the other bound is a number."""
+    clamp, bound = _CLAMPS[name], torch.tensor(bounds)
+    functions = (lambda x, y: clamp(x, -1.5, y), lambda x, y: clamp(x, y, 1))
+    integers = [] if name in ("clamp_", "clip_", "out") else [(torch.randn(shape) * 3).long()]
+    for x, f in itertools.product([torch.randn(shape) * 2, *integers], functions):
+        expected = torch.stack([f(a, b) for a, b in zip(x, bound, strict=True)])
+        for call in (tsfunc.vmap(f), tsfunc.specialize(tsfunc.vmap(f))):
+            out = call(x, bound)
+            assert out.dtype is expected.dtype
+            assert out.equal(expected)
+
+
+def test_derivatives_beside_a_bound_of_each_example() -> None:
+    x, y = torch.randn(3, 4), torch.rand(3)
+
+    def pulled(transforms: Any) -> Any:
+        return lambda x, y: transforms.grad(lambda x: (x.clamp(-0.5, y) * x).sum())(x)
+
+    expected = torch.stack([pulled(torch.func)(a, b) for a, b in zip(x, y, strict=True)])
+    assert tsfunc.vmap(pulled(tsfunc))(x, y).equal(expected)
 
 
 def test_the_kernel_gets_aligned_operands_unchanged() -> None:

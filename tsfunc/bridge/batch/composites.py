@@ -155,6 +155,53 @@ def _number_to_fill(value: Tensor) -> Tensor:
     return value
 
 
+def _has_bounds_alike(kinds: Sequence[Any]) -> bool:
+    """True if both bounds are numbers or both are tensors, by the kinds of arguments."""
+    numbers = [kind in (int, float, bool) for kind in kinds[1:] if kind is not type(None)]
+    return all(numbers) or not any(numbers)
+
+
+@function_rules.replace(
+    torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, numbers=True, leaves=_has_bounds_alike
+)
+def _clamp(input: Tensor, min: Any = None, max: Any = None, *, out: Tensor | None = None) -> Any:
+    """``clamp`` between a number and a tensor without dims, which torch reads as a number."""
+    if not _is_number_beside_tensor(min, max):
+        return NotImplemented
+    low, high = _bounds_like_numbers(input, (min, max))
+    return torch.clamp(input, low, high) if out is None else torch.clamp(input, low, high, out=out)
+
+
+@function_rules.replace(
+    torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_, numbers=True, leaves=_has_bounds_alike
+)
+def _clamp_inplace(input: Tensor, min: Any = None, max: Any = None) -> Any:
+    if not _is_number_beside_tensor(min, max):
+        return NotImplemented
+    return input.clamp_(*_bounds_like_numbers(input, (min, max)))
+
+
+def _is_number_beside_tensor(min: Any, max: Any) -> bool:
+    """True if one bound is a number, and the other one a tracer without dims."""
+    number, tensor = (max, min) if isinstance(min, Tracer) else (min, max)
+    is_number = isinstance(number, int | float | torch.SymInt | torch.SymFloat)
+    return is_number and isinstance(tensor, Tracer) and not tensor.dim()
+
+
+def _bounds_like_numbers(x: Tensor, bounds: Sequence[Any]) -> list[Tensor]:
+    """Return the bounds as tensors that count as numbers in type promotion."""
+    dtype = x.dtype
+    for bound in bounds:
+        floats = bound.is_floating_point() if isinstance(bound, Tensor) else type(bound) is float
+        dtype = torch.result_type(torch.empty(0, dtype=dtype), 1.0 if floats else 1)
+    return [
+        bound.to(dtype)
+        if isinstance(bound, Tensor)
+        else torch.full((), bound, dtype=dtype, device=x.device)
+        for bound in bounds
+    ]
+
+
 def _is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
 

@@ -280,6 +280,8 @@ def _function_plan(
         return TABLE
     if function in OF_ONE_OPERATOR and type(kinds[0]) is int and compiled.load() is not None:
         return COMPOSITE
+    if _serves_numbers(function) and not _leaves(Stage.METHOD, function, kinds):
+        return TABLE  # a tensor stands for a number
     writes = function in WRITERS
     rule = known.rule
     if writes and (type(kinds[0]) is not int or not _leaves(Stage.WRITE, function, kinds)):
@@ -309,9 +311,6 @@ def _function_plan(
             _shift_function(plan, function, kwargs, kinds)
         return plan
     if not known.may_parse:
-        return TABLE
-    others = (*args[1:], *kwargs.values())
-    if _serves_numbers(function) and any(isinstance(value, torch.Tensor) for value in others):
         return TABLE
     form = find_form(function, args, kwargs)
     if form is None:  # torch calls no operator of that name, or none at all
@@ -410,9 +409,9 @@ def _leaves(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool:
     rule = registry.find(stage, function)
     if rule is None:
         return False
-    return (
-        _no_tensors(kinds[1:]) if rule.numbers else rule.leaves is not None and rule.leaves(kinds)
-    )
+    if rule.leaves is None:
+        return rule.numbers and _no_tensors(kinds[1:])
+    return rule.leaves(kinds)
 
 
 def is_innermost(values: Sequence[Any]) -> bool:

@@ -66,11 +66,12 @@ class FunctionRule:
         view: True if the result may be a view of an argument.
         options: True if a rule of the stage BATCHING takes keyword arguments.
         numbers: True if a rule of the stage METHOD serves only calls in which a tensor stands for
-            a number.
+            a number; these go to it before a rule of the stage BATCHING.
         leaves: called with the kinds of the arguments (NOTE [call plans] in ``call_plans``); True
             if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
             outer levels are the first and the bounds of slices are not tensors, or if a rule of
-            the stage WRITE has nothing to prepare. None: False.
+            the stage WRITE has nothing to prepare. None: False; with ``numbers``, True if only the
+            first argument is a tensor.
         shifts: the changes of the arguments of calls that a rule of the stage METHOD leaves to
             torch, if their batch dims are the first (``ops/shifts``).
     """
