@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import tsfunc
 from tests.transforms.support import leaves, same
-from tsfunc import checkpoint, grad, jacrev, jvp, linearize, specialize, vjp, vmap
+from tsfunc import checkpoint, grad, jacfwd, jacrev, jvp, linearize, specialize, vjp, vmap
 from tsfunc import checkpoint_policies as policies
 from tsfunc.bridge.tracers.memory_meter import Meter
 
@@ -479,3 +479,19 @@ def test_a_write_into_a_view_is_differentiated_inside_of_a_checkpoint() -> None:
     for transformed in (checkpoint(grad(f)), grad(lambda x: checkpoint(f)(x))):
         torch.testing.assert_close(vmap(transformed)(x), want)
         torch.testing.assert_close(tsfunc.specialize(vmap(transformed))(x), want)
+
+
+@pytest.mark.parametrize("outer", [jacfwd, jacrev])
+def test_a_program_runs_second_derivatives_of_a_custom_function_again(outer: Any) -> None:
+    """The second run records the derivatives that the first one recorded, and no more."""
+
+    def f(x: Tensor) -> Any:
+        y = Squared.apply(x.sin(), W) * 1.5  # type: ignore[no-untyped-call]
+        y[0].mul_(x.sum())
+        return (y * y * x).sum()
+
+    second = outer(jacrev(f))
+    for x in X:
+        torch.testing.assert_close(specialize(checkpoint(second))(x), second(x))
+    expected = torch.stack([second(x) for x in X])
+    torch.testing.assert_close(specialize(vmap(checkpoint(second)))(X), expected)

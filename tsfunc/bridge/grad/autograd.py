@@ -29,7 +29,6 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import tensors_inside, with_tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
-    in_rerun,
     own_passes,
     records_on_values,
     set_grad_mode,
@@ -229,10 +228,9 @@ def reaches_other_leaves(
 
     The derivatives of such outputs must be differentiable, because an outer transform may
     differentiate by those leaves. Leaves that have ended do not count, except inside of a jvp,
-    whose tangents may be lost in a pass that is not recorded, and in a function that the pullback
-    of an ended vjp runs again.
+    whose tangents may be lost in a pass that is not recorded.
     """
-    skip_ended = not can_carry_tangents() and not in_rerun()
+    skip_ended = not can_carry_tangents()
     given = set(map(id, leaves))
 
     def is_other(variable: torch.Tensor) -> bool:

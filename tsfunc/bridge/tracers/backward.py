@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers, tensors_inside
+from tsfunc.bridge.tracers.torch_state import current_rerun
 from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata
 from tsfunc.ops.registry import Args, Kwargs
 
@@ -127,20 +128,38 @@ def refuse_backward(leaf: torch.Tensor) -> None:
     leaf._post_accumulate_grad_hooks = _REFUSED
 
 
-# The hooks of a leaf that only the pullback of its own transform differentiates by.
-_RECORDED: Final = OrderedDict(_REFUSED)
+class _EndedHooks(OrderedDict[int, Any]):
+    """The hooks of a leaf that only the pullback of its own transform differentiates by.
+
+    Attributes:
+        rerun: the run of a function that a backward pass runs again, in which the leaf was made.
+    """
+
+    rerun: object | None = None
+
+
+_ENDED: Final = _EndedHooks(_REFUSED)
 
 
 def end_leaf(leaf: torch.Tensor) -> None:
     """Declare that the function of a leaf's transform has run: only its pullback is left."""
     with DisableTorchFunctionSubclass():
         if leaf._post_accumulate_grad_hooks is _REFUSED:
-            leaf._post_accumulate_grad_hooks = _RECORDED
+            rerun = current_rerun()
+            hooks = _ENDED if rerun is None else _EndedHooks(_REFUSED)
+            hooks.rerun = rerun
+            leaf._post_accumulate_grad_hooks = hooks
 
 
 def has_ended(leaf: torch.Tensor) -> bool:
-    """True if no active transform differentiates by a leaf (``end_leaf``)."""
-    return leaf._post_accumulate_grad_hooks is _RECORDED
+    """True if no active transform differentiates by a leaf (``end_leaf``).
+
+    In a function that the pullback of an ended vjp runs again, the leaves of that vjp have not
+    ended, as in the first run; those of the function's own transforms have.
+    """
+    hooks = leaf._post_accumulate_grad_hooks
+    rerun = current_rerun()
+    return type(hooks) is _EndedHooks and (rerun is None or hooks.rerun is rerun)
 
 
 def _refuse_use_in_backward(name: str) -> str:

@@ -248,9 +248,13 @@ def records_on_values(state: TorchState) -> bool:
 
 
 class _Reruns(threading.local):
-    """The backward pass, by id, that runs a function again on this thread, or -1."""
+    """The backward pass, by id, that runs a function again on this thread, or -1.
+
+    ``run`` is an object for each such run, or None.
+    """
 
     by = -1
+    run: object | None = None
 
 
 _reruns: Final = resets(_Reruns())
@@ -263,21 +267,21 @@ def mark_rerun(states: Sequence[TorchState]) -> Iterator[None]:
     Args:
         states: the states that the active levels have captured.
     """
-    before, own = [state.rerun_by for state in states], _reruns.by
-    _reruns.by = _current_graph_task_id()
+    before, own = [state.rerun_by for state in states], (_reruns.by, _reruns.run)
+    _reruns.by, _reruns.run = _current_graph_task_id(), object()
     for state in states:
         state.rerun_by = _reruns.by
     try:
         yield
     finally:
-        _reruns.by = own
+        _reruns.by, _reruns.run = own
         for state, by in zip(states, before, strict=True):
             state.rerun_by = by
 
 
-def in_rerun() -> bool:
-    """True in a function that a backward pass runs again, such as that of a checkpoint."""
-    return _reruns.by != -1
+def current_rerun() -> object | None:
+    """Return the run of a function that a backward pass runs again, such as a checkpoint's."""
+    return _reruns.run
 
 
 def in_backward_formula() -> bool:
