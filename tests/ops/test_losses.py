@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,33 @@ def test_ctc_loss() -> None:
     tensors = (torch.tensor([6, 6]), torch.tensor([3, 3]))
     choices = [(0,), (1,), (0, 1), (3,), (0, 2, 3)]
     assert check(aten._ctc_loss.Tensor, x, targets, *tensors, choices=choices)
+
+
+@pytest.mark.parametrize("as_tensors", [True, False])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_programs_of_derivatives_of_ctc_loss(reduction: str, as_tensors: bool) -> None:
+    """The size of the paths' probabilities is from the longest target, which is data."""
+
+    def f(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        steps, count, longest = len(x), x.shape[1], targets.shape[1]
+        given: Any = torch.tensor if as_tensors else list  # torch's stub omits lists
+        of_inputs = given([steps] * count)
+        of_targets = given([longest, *[longest - 1] * (count - 1)])
+        loss = F.ctc_loss(x.log_softmax(-1), targets, of_inputs, of_targets, reduction=reduction)
+        return loss.sum()
+
+    def gradient(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x, targets), x)[0]
+
+    program = tsfunc.specialize(tsfunc.grad(f))
+    for steps, count, longest in ((6, 2, 3), (7, 3, 4)):
+        x, targets = rand(steps, count, 5), ints(4, count, longest) + 1
+        torch.testing.assert_close(program(x, targets), gradient(x, targets))
+    xs, ts = rand(3, 6, 2, 5), ints(4, 3, 2, 3) + 1
+    expected = torch.stack([gradient(x, t) for x, t in zip(xs, ts, strict=True)])
+    for call in (tsfunc.vmap(tsfunc.grad(f)), tsfunc.specialize(tsfunc.vmap(tsfunc.grad(f)))):
+        torch.testing.assert_close(call(xs, ts), expected)
 
 
 X, TARGETS = torch.randn(3, 4, dtype=torch.float64), torch.tensor([3, 0, 1])

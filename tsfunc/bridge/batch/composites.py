@@ -383,6 +383,22 @@ def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *re
     return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
 
 
+@function_rules.replace(torch.ctc_loss)
+def _mean_of_ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    if reduction != 1 or isinstance(target_lengths, Tensor):
+        return NotImplemented
+    lengths = (input_lengths, target_lengths)
+    return _ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
 @function_rules.replace(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """Compute the loss without chunks; torch's chunked operator is opaque to the tracers."""

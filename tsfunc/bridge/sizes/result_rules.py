@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
@@ -94,6 +97,29 @@ def _ctc_loss(
 ) -> Any:  # fmt: skip
     each = reduction == 0 and log_probs.dim() == 3
     return new_like(log_probs, [log_probs.shape[1]] if each else [])
+
+
+@shape_rule("_ctc_loss", "_ctc_loss.Tensor")
+def _losses_and_paths(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    """The losses and the log-probabilities of paths, whose size is from the longest target."""
+    steps, count, _ = log_probs.shape
+    if isinstance(target_lengths, torch.Tensor):
+        env = log_probs.fake_mode.shape_env
+        if env is None:
+            raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+        states = env.create_unbacked_symint()
+        torch._check(states >= 1)
+    else:
+        states = 2 * max(target_lengths, default=0) + 1
+    return new_like(log_probs, [count]), new_like(log_probs, [count, steps, states])
+
+
+@shape_rule("_ctc_loss_backward", "_ctc_loss_backward.Tensor")
+def _ctc_loss_backward(grad: Any, log_probs: Any, *_: Any) -> Any:
+    return new_like(log_probs, log_probs.shape)
 
 
 @shape_rule("linalg_lstsq")
