@@ -89,6 +89,15 @@ def test_forward_mode_of_named_dims(name: str) -> None:
         torch.testing.assert_close(program(x), slope(f, x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("function", [torch.cov, torch.corrcoef])
+def test_the_covariance_of_one_row_has_no_dims(function: Callable[[Tensor], Tensor]) -> None:
+    row = torch.randn(1, 4, dtype=torch.float64)
+    expected = function(row).expand(3)
+    torch.testing.assert_close(specialize(lambda x: function(x).expand(3))(row), expected)
+    mapped = specialize(lambda xs, row: vmap(lambda x: function(row))(xs))
+    torch.testing.assert_close(mapped(torch.ones(3), row), expected)
+
+
 @pytest.mark.parametrize("of", ["fweights", "aweights", "both"])
 @pytest.mark.parametrize("correction", [0, 1])
 def test_weights_of_cov(of: str, correction: int) -> None:

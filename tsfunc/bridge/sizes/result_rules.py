@@ -32,7 +32,8 @@ def _covariance(x: Any, correction: int = 1, fweights: Any = None, aweights: Any
         dtype = torch.get_default_dtype()
     if aweights is not None:
         dtype = torch.promote_types(dtype, aweights.dtype)
-    return new_like(x, [x.shape[0]] * 2 if x.dim() > 1 else [], dtype)
+    rows = x.shape[0] if x.dim() > 1 else 1
+    return new_like(x, [] if rows == 1 else [rows, rows], dtype)
 
 
 def _data_dependent_bool(overload: Any) -> Any:
