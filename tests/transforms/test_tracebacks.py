@@ -279,14 +279,22 @@ def test_causes_are_folded_too() -> None:
         assert not [f for f in frames(each) if f.filename.startswith(LIBRARIES)]
 
 
-def test_a_nan_in_a_program_is_at_the_users_line() -> None:
+@pytest.mark.parametrize("is_setting", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_nan_in_a_program_is_at_the_users_line(
+    mapped: bool, is_setting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def logarithm(x: torch.Tensor) -> torch.Tensor:
         return x.log()
 
-    program = specialize(logarithm)
+    program = specialize(vmap(logarithm) if mapped else logarithm)
     program(torch.ones(2))
-    with tsfunc.debug.nans():
+    if is_setting:
+        monkeypatch.setattr(tsfunc.config, "debug_nans", True)
         error = raised(lambda: program(-torch.ones(2)))
+    else:
+        with tsfunc.debug.nans():
+            error = raised(lambda: program(-torch.ones(2)))
     assert {frame.filename for frame in frames(error)} == {__file__}
     assert frames(error)[-1].name == "logarithm"
 

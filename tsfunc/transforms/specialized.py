@@ -135,8 +135,12 @@ class Specialized(Generic[_Params, _Result]):
     @is_boundary
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         if config.debug_nans_set and not is_watching():
-            watched: _Result = watched_for_nans(self, args, kwargs)
-            return watched
+            try:
+                watched: _Result = watched_for_nans(self, args, kwargs)
+                return watched
+            except Exception as error:  # the call inside is not the outermost one, which folds
+                fold(error, self._label, functools.partial(self._named, args, kwargs))
+                raise
         try:
             entries = self.cache.entries
             in_levels = bool(tls.state.levels)
