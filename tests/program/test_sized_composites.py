@@ -31,6 +31,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "block_diag": lambda x: torch.block_diag(x, x[0], x.sum(), x.sin()),
     "multi_dot": lambda x: torch.linalg.multi_dot([x, x.mT, x]),
     "multi_dot of vectors": lambda x: torch.linalg.multi_dot([x[0], x.mT, x, x[1]]),
+    "take_along_dim": lambda x: x.take_along_dim(x.argsort(1), dim=1),
+    "take_along_dim, broadcast": lambda x: x[0, None].take_along_dim(x.argsort(-1), dim=-1),
+    "take_along_dim without a dim": lambda x: torch.take_along_dim(x, x.argsort(0)),
     "nearest": lambda x: F.interpolate(x[None], scale_factor=2.5),
     "linear": lambda x: F.interpolate(x[None], scale_factor=2, mode="linear", align_corners=True),
     "bilinear": lambda x: F.interpolate(x[None, None], scale_factor=1.5, mode="bilinear"),
@@ -80,7 +83,9 @@ def test_gradients_of_named_dims(name: str, named: str, sizes: tuple[int, int]) 
         torch.testing.assert_close(program(x), slope(f, x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["cov", "corrcoef", "kron", "block_diag", "linear"])
+@pytest.mark.parametrize(
+    "name", ["cov", "corrcoef", "kron", "block_diag", "take_along_dim", "linear"]
+)
 def test_forward_mode_of_named_dims(name: str) -> None:
     f = FUNCTIONS[name]
     program = specialize(jacfwd(loss(f)), {"x": MetaTensorType(["n", 6])})

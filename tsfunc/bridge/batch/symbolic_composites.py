@@ -3,11 +3,13 @@
 A trace has such ints only for fixed sizes. If a level records autograd and a size is symbolic, the
 function handler therefore calls the replacements below, which use operators that accept symbolic
 sizes. Without autograd a composite operator reaches the trace whole, and needs no replacement.
+The replacement of ``take_along_dim`` without a dim serves batches, too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -70,6 +72,27 @@ def _block_diag(*tensors: Tensor) -> Any:
         rows.append(torch.nn.functional.pad(x, (before, after)))
         before = before + x.shape[1]
     return torch.cat(rows)
+
+
+@function_rules.replace(torch.take_along_dim, Tensor.take_along_dim)
+def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **out: Any) -> Any:
+    if dim is None:  # torch takes views of both, which a batch may not have
+        if not any(isinstance(x, Tracer) for x in (input, indices)):
+            return NotImplemented
+        return torch.take_along_dim(input.reshape(-1), indices.reshape(-1), 0, **out)
+    rank = input.dim()
+    checked = indices.dtype == torch.long and indices.dim() == rank and -rank <= dim < rank
+    if not checked or out or not needs_plain_sizes(input, indices):
+        return NotImplemented
+    sizes = torch.broadcast_shapes(_without(input.shape, dim), _without(indices.shape, dim))
+    here = dim % rank
+    input = input.expand(*sizes[:here], input.shape[here], *sizes[here:])
+    indices = indices.expand(*sizes[:here], indices.shape[here], *sizes[here:])
+    return input.gather(here, indices)
+
+
+def _without(shape: Sequence[int], dim: int) -> list[int]:
+    return [size for i, size in enumerate(shape) if i != dim % len(shape)]
 
 
 @function_rules.replace(torch.linalg.multi_dot, torch.chain_matmul, serves=needs_plain_sizes)

@@ -6,8 +6,8 @@ then has no such view. An operator's result at the level that has no other holde
 again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
 because its views would lose their memory; the user then gets an emulated view.
 
-Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
-internally: they get inputs that can be laid out again.
+``native_group_norm`` takes such a view of its input internally: it gets an input that can be laid
+out again.
 """
 
 from __future__ import annotations
@@ -211,17 +211,6 @@ def _native_group_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any
     return call_torch(func, types, (x.clone(), *args[1:]), kwargs)
 
 
-def _take_along_dim(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Flatten both inputs if the dim is None, as torch does."""
-
-    def call(input: Any, indices: Any, dim: int | None = None, **rest: Any) -> Any:
-        if dim is not None or not any(isinstance(x, BatchTracer) for x in (input, indices)):
-            return NotImplemented
-        return func(input.reshape(-1), indices.reshape(-1), 0, **rest)
-
-    return call(*args, **kwargs)
-
-
 def _is_in_front(kinds: Sequence[Any]) -> bool:
     """True for a batch dim in front of the example's dims, and other arguments that are ints.
 
@@ -241,6 +230,5 @@ function_rules.add(
     leaves=_is_in_front,
 )  # fmt: skip
 function_rules.add(Stage.METHOD, _native_group_norm, torch.native_group_norm)
-function_rules.add(Stage.METHOD, _take_along_dim, torch.take_along_dim, torch.Tensor.take_along_dim)
 DECOMPOSITIONS["aten::view"] = _view
 DECOMPOSITIONS["aten::view_as_complex"] = _view_as_complex
