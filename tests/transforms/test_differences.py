@@ -158,6 +158,40 @@ def test_a_tensor_from_outside_that_is_written_into() -> None:
         tsfunc.vmap(lambda y: tsfunc.grad(func)(X[0]) * y)(X)
 
 
+def test_a_tensor_from_outside_that_jvp_writes_into() -> None:
+    captured = torch.zeros(4)
+
+    def func(x: Tensor) -> Tensor:
+        captured.copy_(x)
+        return (x * captured).sum()
+
+    args = (X[0],), (torch.ones(4),)
+    value, tangent = tsfunc.jvp(func, *args)
+    same(value, X[0].square().sum())
+    same(tangent, 2 * X[0].sum())
+    same(captured, X[0])
+    same(tsfunc.jvp(lambda y: (y * captured).sum(), *args)[1], X[0].sum())
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        torch.func.jvp(func, *args)
+    with pytest.raises(RuntimeError, match="made outside of"):
+        tsfunc.jvp(lambda x: tsfunc.jvp(func, (x,), (torch.ones(4),))[1], *args)
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("upper", [False, True])
+def test_tangents_of_triangular_systems(upper: bool, transpose: bool) -> None:
+    matrix = X[:, :3] + 2 * torch.eye(3)
+
+    def solution(a: Tensor) -> Tensor:
+        return torch.triangular_solve(X, a, upper=upper, transpose=transpose).solution
+
+    reverse = torch.func.jacrev(solution)(matrix)
+    same(tsfunc.jacrev(solution)(matrix), reverse)
+    same(tsfunc.jacfwd(solution)(matrix), reverse)
+    assert not torch.allclose(torch.func.jacfwd(solution)(matrix), reverse)
+
+
 def test_contiguous_copies_for_a_batch_between_dims_and_reshape_does_not() -> None:
     x = torch.arange(12.0).reshape(2, 1, 2, 3)
 
