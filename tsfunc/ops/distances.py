@@ -44,12 +44,13 @@ def euclidean_dist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 
 @row("aten::_cdist_backward")
 def cdist_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """The result has the shape of the first matrix."""
+    """The result has the rows of the first matrix, and the leading dims that both broadcast to."""
     grad, x, y, p, distances = args
-    whole = expand_to_front(x, bdims[1], level.batch_size)
     tensors = _aligned(level, (*bdims[:3], bdims[4]), (grad, x, y, distances))
-    grad, x, y, distances = (t.contiguous() for t in tensors)
-    return op(grad, x, y, p, distances).reshape(whole.shape), 0
+    one = [level.batch_size] + [1] * (tensors[0].dim() - 3)
+    lead = torch.broadcast_shapes(one, *(t.shape[:-2] for t in tensors))
+    grad, x, y, distances = (t.expand(*lead, *t.shape[-2:]).contiguous() for t in tensors)
+    return op(grad, x, y, p, distances), 0
 
 
 @row("aten::_pdist_forward")
