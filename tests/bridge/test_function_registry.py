@@ -112,3 +112,24 @@ def test_the_ops_command_prints_the_function_rules(capsys: pytest.CaptureFixture
     line = next(line for line in out.splitlines() if line.startswith("torch.narrow"))
     assert "function rule _narrow (METHOD)" in line and "composites.py:" in line
     assert tsfunc.ops.lookup("aten::narrow").rule is not None
+
+
+def test_gradient_with_coordinate_tensors_returns_a_tuple() -> None:
+    points = (torch.arange(3.0).square(), torch.arange(4.0))
+    x = torch.arange(24.0).view(2, 3, 4).sin()
+
+    def slopes(x: torch.Tensor) -> Any:
+        result = torch.gradient(x, spacing=points)
+        assert type(result) is tuple
+        return result
+
+    want = tuple(torch.stack(parts) for parts in zip(*map(slopes, x), strict=True))
+    cotangents = tuple(torch.ones_like(part[0]) for part in want)
+
+    def pulled(x: torch.Tensor) -> Any:
+        out, pull = tsfunc.vjp(slopes, x)
+        return out, pull(cotangents)[0]
+
+    batched, grads = vmap(pulled)(x)
+    torch.testing.assert_close(batched, want)
+    torch.testing.assert_close(grads, torch.stack([pulled(example)[1] for example in x]))

@@ -261,10 +261,10 @@ def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: in
     in_rank = all(points.dim() == 1 for points in spacing if isinstance(points, Tensor))
     if len(spacing) != len(dims) or edge_order not in (1, 2) or not (in_range and in_rank):
         return NotImplemented  # torch raises the error
-    return [
+    return tuple(
         _differences(x, points, d % rank, edge_order)
         for points, d in zip(spacing, dims, strict=True)
-    ]
+    )
 
 
 def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor:
