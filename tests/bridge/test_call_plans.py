@@ -168,6 +168,43 @@ def test_calls_with_a_plan_equal_the_loop(name: str) -> None:
             torch.testing.assert_close(vmap(function, tuple(dims))(*tensors), expected)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sort",
+        "topk",
+        "max",
+        "min",
+        "median",
+        "mode",
+        "kthvalue",
+        "cummax",
+        "unbind",
+        "split",
+        "chunk",
+    ],
+)
+def test_several_results_are_in_the_class_that_torch_returns(name: str) -> None:
+    draw = random.Random(seed := random.randrange(10**9))
+    print("seed", seed)
+    rank = draw.randint(1, 3)
+    dim, axis = draw.randrange(-rank, rank), draw.randrange(-rank - 1, rank + 1)
+    given = (2, dim) if name in ("topk", "kthvalue", "split", "chunk") else (dim,)
+    batch = torch.randn(draw.choice((1, 3)), *[draw.randint(2, 4) for _ in range(rank)])
+    expected = [getattr(x, name)(*given) for x in batch]
+    classes = []
+
+    def function(x: torch.Tensor) -> Any:
+        out: Any = getattr(x, name)(*given)
+        classes.append(type(out))
+        return tuple(out)
+
+    for _ in range(3):
+        found = vmap(function, in_dims=axis)(batch.movedim(0, axis))
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*expected, strict=True))))
+    assert set(classes) == {type(expected[0])}
+
+
 def plans(function: Any) -> CallPlanTable:
     found = FUNCTION_PLANS[function]
     assert found is not None

@@ -24,6 +24,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
+from tsfunc.ops.shifts import Shift, shifted
 from tsfunc.ops.splitting import agree
 from tsfunc.user_code import user_location
 
@@ -35,28 +36,37 @@ def _line(x: Tensor, bdim: int, dim: int) -> tuple[Tensor, int, bool]:
     return x, physical_dim(dim, x.dim() - 1, bdim), False
 
 
-@row("aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
+def _without_dim(out: Any) -> Any:
+    """Return results for a scalar, which got a dim after the batch dim."""
+    return out.squeeze(1) if isinstance(out, Tensor) else tuple(o.squeeze(1) for o in out)
+
+
+@row("aten::sort", "aten::argsort")
+@shifted(Shift.SAME, Shift.DIM)
 def sort(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """``dim`` is positional, or a keyword argument of the stable overloads."""
-    x = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    x, dim, alone = _line(x, bdims[0], dim)
-    if op.name().endswith("stable"):
-        out = op(x, **{**kwargs, "dim": dim})
-    else:
-        out = op(x, dim, *args[2:], **kwargs)
-    if alone:
-        out = out.squeeze(1) if isinstance(out, Tensor) else tuple(o.squeeze(1) for o in out)
-    return out, bdims[0]
+    """Sort along a logical dim."""
+    x, *rest = args
+    x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
+    out = op(x, dim, *rest[1:], **kwargs)
+    return (_without_dim(out) if alone else out), bdims[0]
+
+
+@row("aten::sort.stable", "aten::argsort.stable")
+def sort_stable(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """The same, where ``dim`` is a keyword argument."""
+    x, dim, alone = _line(args[0], bdims[0], kwargs.get("dim", -1))
+    out = op(x, **{**kwargs, "dim": dim})
+    return (_without_dim(out) if alone else out), bdims[0]
 
 
 @row("aten::topk")
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
 def topk(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
     x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
     out = op(x, k, dim, *rest[1:], **kwargs)
-    return (tuple(o.squeeze(1) for o in out) if alone and k == 1 else tuple(out)), bdims[0]
+    return (_without_dim(out) if alone and k == 1 else tuple(out)), bdims[0]
 
 
 def _search(

@@ -48,7 +48,7 @@ Owned call_on_values(
         [&](size_t i, const c10::Argument& argument) { return call.value(i, argument); });
     if (direct)
       pad(stack, call);
-    else if (!has_single_result(handler->handle()) || !shift_arguments(plan, call, stack))
+    else if (!shift_arguments(plan, call, stack))
       handler = nullptr;
   }
   if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
@@ -66,7 +66,7 @@ Owned call_on_values(
     if (handler != nullptr) {
       handler->call_below(handler->handle(), stack, call, outer);
       under.reset();
-      return result(stack[0].toTensor());
+      return from_stack(stack, slot(slot(plan, slots.parsed), slots.result_class), result);
     }
     if (!direct && !call.outer_tracers && call.count() == 2) {  // x[index]
       PyObject** values = call.values();
@@ -130,7 +130,9 @@ Owned call_function(
         handler->handle(), form, given.data(), call.positional,
         [&](size_t i, const c10::Argument& argument) { return to_value(given[i], argument); });
     handler->handle().callBoxed(&stack);
-    return from_stack(stack, slot(form, slots.result_class));
+    return from_stack(stack, slot(form, slots.result_class), [](const at::Tensor& tensor) {
+      return checked(THPVariable_Wrap(tensor));
+    });
   };
   if (records || slot(found, slots.step) == names.step_composite) {
     // C++ records the call at the level, and it comes back to the dispatch handler.

@@ -281,10 +281,4 @@ std::optional<at::Tensor> get_item(const at::Tensor& x, PyObject* index) {
   return at::indexing::get_item(x, items);
 }
 
-// True if an operator returns one tensor.
-bool has_single_result(const c10::OperatorHandle& op) {
-  const auto& returns = op.schema().returns();
-  return returns.size() == 1 && returns[0].real_type()->kind() == c10::TypeKind::TensorType;
-}
-
 }  // namespace

@@ -302,14 +302,14 @@ Stack to_stack(
 }
 
 // The results of an operator as the Python function returns them: a tensor, or several in a class
-// or a tuple.
-Owned from_stack(const Stack& results, PyObject* cls) {
-  if (results.size() == 1 && results[0].isTensor())
-    return checked(THPVariable_Wrap(results[0].toTensor()));
+// or a tuple. to_object(tensor) is the Python object of each.
+template <class F>
+Owned from_stack(const Stack& results, PyObject* cls, F to_object) {
+  if (results.size() == 1 && results[0].isTensor()) return to_object(results[0].toTensor());
   std::vector<Owned> items;
   for (const c10::IValue& result : results)
     each_result(result, [&](const at::Tensor& tensor) {
-      items.push_back(checked(THPVariable_Wrap(tensor)));
+      items.push_back(tensor.defined() ? to_object(tensor) : Owned::copy(Py_None));
     });
   Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
   for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(made.get(), i, items[i].release());
