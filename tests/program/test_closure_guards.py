@@ -110,6 +110,49 @@ def test_every_kind_has_a_case() -> None:
     assert kinds - {Guard, SourceGuard} == {type(guard) for guards, *_ in CASES for guard in guards}
 
 
+class _Float(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (complex(0, 0), complex(0, -0.0), complex(-0.0, 0)),
+        (complex(float("nan"), 1), complex(1, float("nan")), 1j),
+        (0.0, -0.0, float("nan"), 0),
+        (_Float(0), _Float(-0.0), 0.0),
+        (1, 1.0, True, 1 + 0j),
+    ],
+    ids=["signs", "nans", "floats", "a subclass", "types"],
+)
+def test_numbers_that_compare_equal_have_programs_of_their_own(values: tuple[Any, ...]) -> None:
+    """As arguments and as what the function closes over: equality does not tell them apart."""
+    holder = Holder()
+
+    def closes(x: torch.Tensor) -> Any:
+        return x, holder.value
+
+    def takes(x: torch.Tensor, value: Any) -> Any:
+        return x, value
+
+    x, closing, taking = torch.ones(2), specialize(closes), specialize(takes)
+    for value in [*values, *values]:
+        holder.value = value
+        for found in (closing(x)[1], taking(x, value)[1]):
+            assert (type(found), repr(found)) == (type(value), repr(value))
+    assert len(closing.programs) <= len(values)
+
+
+def test_complex_constants_of_a_program_keep_the_signs_of_zeros() -> None:
+    zeros = [complex(a, b) for a in (0.0, -0.0, 1.0) for b in (0.0, -0.0, -2.0)]
+
+    def function(x: torch.Tensor) -> Any:
+        return [torch.full_like(x, zero) for zero in zeros]
+
+    x = torch.ones(2, dtype=torch.complex128)
+    assert [repr(t[0].item()) for t in specialize(function)(x)] == [repr(zero) for zero in zeros]
+
+
 def test_values_that_are_gone() -> None:
     source = FIRST.attribute("a", "x.a").item("b", "x.a['b']")
     answers = ClosureGuards([EqualValue(source, 1)]).function(now())

@@ -120,10 +120,13 @@ class EqualValue(_OfValue, SourceGuard):
         value = self.value
         if value is None or type(value) is bool:
             return f"{at} is not {value}"
-        if type(value) is float:
+        if isinstance(value, float):
             code.scope["same_float"] = same_float
             return f"not same_float({at}, {code.name(value)})"
-        return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
+        if type(value) in (int, str):
+            return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
+        code.scope["same_value"] = same_value  # `==` may hold for different values
+        return f"not same_value({code.name(value)}, {at})"
 
 
 @dataclass(frozen=True, eq=False)

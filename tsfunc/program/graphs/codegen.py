@@ -7,6 +7,7 @@ have no name.
 
 from __future__ import annotations
 
+import ast
 import cmath
 import keyword
 import linecache
@@ -37,6 +38,7 @@ from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
+from tsfunc.types.values import same_value
 from tsfunc.user_code import LOCATIONS, Location
 
 # --- python source of a graph: one line per operator, without an interpreter or modules
@@ -104,8 +106,13 @@ def _spell(value: Any, names: SourceNames) -> str:
         return f"{names.of(torch, 'torch')}.{str(value).removeprefix('torch.')}"
     if isinstance(value, torch.device):
         return f"{names.of(torch, 'torch')}.device({str(value)!r})"
-    if type(value) in (float, complex) and cmath.isfinite(value):
+    if type(value) is float and math.isfinite(value):
         return repr(value)
+    if type(value) is complex and cmath.isfinite(value):
+        text = repr(value)
+        if same_value(value, ast.literal_eval(text)):
+            return text
+        return f"{names.of(complex, 'complex')}({value.real!r}, {value.imag!r})"  # signs of zeros
     if type(value) is float:
         return _spell_infinite(value, names)
     return names.of(value, "constant")

@@ -306,7 +306,8 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple([(name, _frozen(item)) for name, item in value.items()])
     # 1, 1.0 and True are equal but different arguments; so are 0.0 and -0.0.
-    return (type(value).__name__, repr(value)) if isinstance(value, int | float) else value
+    numbers = int | float | complex
+    return (type(value).__name__, repr(value)) if isinstance(value, numbers) else value
 
 
 # --- constant folding: values that depend on no input are computed once, when the program is made
