@@ -46,6 +46,9 @@ class RemapArgs(Protocol):
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
         """Return the new arguments of the callable; None if they do not change."""
 
+    def remapped(self, value: Any) -> Any:
+        """Return an argument with other tensors in the place of those that are remapped."""
+
     def fresh(self) -> RemapArgs:
         """Return a copy without the calls that this object has recorded."""
 

@@ -35,7 +35,7 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.subsets import is_remapped
+from tsfunc.bridge.control.subset_arguments import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
@@ -245,8 +245,10 @@ class BodyLevel(TraceLevel, LevelProxy):
             return value  # a tensor of torch.func; the body's inputs are its parts
         known = self.taken.get(id(value))
         if known is None:
-            known = value, self.input(value)
-            self.taken[id(value)] = known
+            outer = self.outside(value)
+            known = self.taken.get(id(outer)) or (outer, self.input(value))
+            self.taken[id(outer)] = known
+            self.taken[id(value)] = value, known[1]
         return known[1]
 
     def input(  # type: ignore[override]
@@ -310,6 +312,10 @@ class BodyLevel(TraceLevel, LevelProxy):
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the code around the body sees it."""
+        remap_args = self.outer_state.remap_args
+        if remap_args is not None and isinstance(value, Tracer):
+            with self._around_the_call():
+                value = remap_args.remapped(value)
         if isinstance(self.parent, BodyLevel):
             value = self.parent.remap(value)
         inner, stack = unwrap_all(value)
@@ -396,7 +402,12 @@ class _BodyMode(TorchFunctionMode):
 
 def _as_seen_in_body(value: Any) -> Any:
     """Return a tensor as the body sees it; another value unchanged."""
-    return as_seen_by_current_level(value) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    remap_args = tls.state.remap_args
+    if remap_args is None or not isinstance(value, Tracer):
+        return as_seen_by_current_level(value)
+    return remap_args.remapped(value)  # a subset in the body: NOTE [writes in subsets]
 
 
 @contextmanager
@@ -410,7 +421,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
         return tuple([places.get(id(other), other) for other in levels])
 
     inside = [other for other in state.levels if other.depth > level.depth]
-    inner = state.replace(levels=seen(state.levels))
+    inner = state.replace(levels=seen(state.levels), remap_args=None)
     level.bodies.append(level)
     # A mask keeps the name of the number of its elements, which has no value in another graph.
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)

@@ -5,7 +5,7 @@ A branch or a loop's body runs only on the examples that take it. These examples
 their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level, at the same depth
 and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
 over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
-calls before it does anything else (:class:`ArgRemapper`). One ``cat`` and one ``index_select``
+calls before it does anything else (``subset_arguments``). One ``cat`` and one ``index_select``
 merge the results of the subsets (:class:`Merge`). A subset of a single example needs no batch: if
 nothing is recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
@@ -19,15 +19,20 @@ the vmap's, so that their kernels draw random numbers for the subset alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
-from typing import Any, Final
+from typing import Any, cast
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import RestartRun
+from tsfunc.bridge.control.subset_arguments import (
+    ArgRemapper,
+    is_made_inside,
+    shared_by_examples,
+    write_count,
+)
 from tsfunc.bridge.grad.linear_maps import (
     LinearMap,
     at_level,
@@ -37,11 +42,9 @@ from tsfunc.bridge.grad.linear_maps import (
     linear,
     rebuilt,
 )
-from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import draw_counts, preserve_draw_counts, set_draw_counts
-from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
@@ -201,6 +204,15 @@ class SubsetLevel(BatchLevel, LevelProxy):
             return recorded
         return inner.dispatch_level is not self and self.comes_from(inner.dispatch_level)
 
+    def merged(self, value: Any, part: Any) -> Any:
+        """Return a value of the code around the subset's with a part for its examples."""
+        level = next(each for each in tls.state.levels if each.depth == self.depth)
+        assert isinstance(level, BatchLevel)
+        others = torch.ones(level.batch_size, dtype=torch.bool, device=self.index.device)
+        others[self.index_in(level)] = False
+        rest = subset_of(level, others.nonzero().squeeze(1))
+        return Merge([self, rest], level).of([part, value])
+
     def remap(self, value: Any) -> Any:
         """Return the subset's part of a value of an ancestor; other values are unchanged."""
         if isinstance(value, Tracer) and self.replaces(value):
@@ -227,12 +239,22 @@ def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> S
 
 
 @contextmanager
-def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator[None]:
+def in_subset(
+    subset: SubsetLevel,
+    label: str,
+    roots: Sequence[Any],
+    merged: Callable[[Any, Any], Any] | None = None,
+) -> Iterator[ArgRemapper]:
     """Context manager: the block runs on the subset alone, and goes on from its examples' draws.
 
     Args:
         label: the name of the call, for messages.
         roots: the body that the block runs, and its arguments.
+        merged: returns a tensor of the parent from one of the parent and a part that replaces
+            that of the subset.
+
+    Raises:
+        RuntimeError: the block writes into a tensor that examples outside of the subset share.
     """
     state = tls.state
     subset.outside_roots = roots
@@ -245,21 +267,45 @@ def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator
             ]
         )
 
+    outside = cast(ArgRemapper | None, state.remap_args)
+    remapper, shared = ArgRemapper(subset, label, outside), shared_by_examples(roots)
     inside = [level for level in state.levels if level.depth > subset.depth]
     with (
         replacing_captured_levels(inside, seen),
-        using(state.replace(levels=seen(state.levels), remap_args=ArgRemapper(subset, label))),
+        using(state.replace(levels=seen(state.levels), remap_args=remapper)),
         preserve_draw_counts(subset.depth),
     ):
         set_draw_counts(draw_counts(subset.depth))
-        yield
+        yield remapper
+    for value, part in remapper.written():
+        value.copy_((merged or subset.merged)(value, part))
+    for tensor, count in shared:
+        if write_count(tensor) != count and is_made_inside(tensor, subset.root):
+            raise RuntimeError(remapper.refused(tensor))
 
 
-def run_in_subset(subset: SubsetLevel, label: str, func: Callable[..., Any], args: Any) -> Any:
+def run_in_subset(
+    subset: SubsetLevel,
+    label: str,
+    func: Callable[..., Any],
+    args: Any,
+    merged: Callable[[Any, Any], Any] | None = None,
+) -> Any:
     """Call a function on the subset's part of its arguments; its results belong to the subset."""
-    with in_subset(subset, label, (func, args)):
-        taken = pytrees.tree_map(as_seen_by_current_level, args)
-        return pytrees.tree_map(as_seen_by_current_level, func(*taken))
+    with in_subset(subset, label, (func, args), merged) as remapper:
+        taken = pytrees.tree_map(remapper.remapped, args)
+        return pytrees.tree_map(_seen_by(remapper), func(*taken))
+
+
+def _seen_by(remapper: ArgRemapper) -> Callable[[Any], Any]:
+    """Return the function that returns a result as the body sees it."""
+
+    def seen(leaf: Any) -> Any:
+        return (
+            remapper.remapped(leaf) if isinstance(leaf, Tracer) else as_seen_by_current_level(leaf)
+        )
+
+    return seen
 
 
 def run_guarded(
@@ -272,108 +318,12 @@ def run_guarded(
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
     subset = subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
-    result = run_in_subset(subset, label, func, args)
+
+    def merged(value: Any, part: Any) -> Any:
+        return torch.where(wrap(mask, 0, level), relabel(part, subset, level), value)
+
+    result = run_in_subset(subset, label, func, args, merged)
     return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), result)
-
-
-# --- the remapping of a body's arguments by the function handler
-
-
-def is_remapped(func: Any) -> bool:
-    """True if a call made while a body runs belongs to the body and has arguments to remap.
-
-    The arguments of a kernel's call are remapped already. A query of a tensor's type has the same
-    answer inside and outside, and the code that runs a nested body makes such queries too.
-    """
-    if tls.state.running is not None or func == _REQUIRES_GRAD:
-        return False
-    return METHODS.get(func) not in OF_TYPES
-
-
-_REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-_WRITES = frozenset({torch.Tensor.__setitem__})
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None)})
-
-
-class ArgRemapper:
-    """Remaps the arguments of each call of a body that runs on a subset.
-
-    A tensor that the body closes over is remapped once. It stays unchanged while the body runs:
-    writes into it are refused.
-    """
-
-    __slots__ = ("label", "subset", "taken")
-
-    def __init__(self, subset: SubsetLevel, label: str) -> None:
-        self.subset, self.label = subset, label
-        self.taken: dict[int, tuple[Tracer, Any]] = {}
-
-    def fresh(self) -> ArgRemapper:
-        return ArgRemapper(self.subset, self.label)
-
-    def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        subset = self.subset
-        known = self.taken
-        remapped: list[Any] = []
-        for arg in args:
-            kind = type(arg)
-            if kind in _PLAIN or (kind is SlottedBatchTracer and arg.dispatch_level is subset):
-                remapped.append(arg)
-            elif id(arg) in known:
-                remapped.append(known[id(arg)][1])
-            else:
-                break
-        else:
-            if not kwargs:
-                if all(map(is_, remapped, args)) or not is_remapped(func):
-                    return None
-                if remapped[0] is args[0] or not _writes(func):
-                    return remapped, kwargs
-        if not is_remapped(func):
-            return None
-        if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
-            shape = tuple(args[0].shape)
-            raise RuntimeError(refused_write(self.label, func.__name__, shape, subset.root))
-        taken = [self._remapped(arg) for arg in args]
-        named = {name: self._remapped(arg) for name, arg in kwargs.items()} if kwargs else kwargs
-        same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
-        return None if same else (taken, named)
-
-    def _remapped(self, value: Any) -> Any:
-        if isinstance(value, Tracer):
-            if value.dispatch_level is self.subset:
-                return value
-            known = self.taken.get(id(value))
-            if known is None:
-                known = value, as_seen_by_current_level(value)
-                if known[1] is not value:
-                    self.taken[id(value)] = known
-            return known[1]
-        if type(value) in (list, tuple):
-            items = [self._remapped(item) for item in value]
-            return value if all(map(is_, items, value)) else type(value)(items)
-        return value
-
-
-def refused_write(label: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
-    """Return the message for a write into a tensor that a body closes over."""
-    return (
-        f"{label}: the body writes in place ({by}) into a tensor that it closes over, of shape "
-        f"{shape}, which only some of the examples of {level.name} are to see. Pass it in as an "
-        f"operand, write into a clone of it, and return that."
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (
-        func in _WRITES
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    )
 
 
 # --- linear maps between a batch and its subsets

@@ -12,10 +12,11 @@ batch of calls are contiguous.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -23,8 +24,9 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
+from tsfunc.bridge.control.node_writes import count_writes
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.errors import DataDependentError
@@ -134,6 +136,54 @@ class TracedBody:
                 f"result of a body must have a size that is known without running it: reduce it in "
                 f"the body, or write it into a tensor of the largest size."
             )
+
+
+# NOTE [bodies without writes]
+# A vmap or a derivative of a call sees its operands and results alone. A body therefore writes into
+# copies of the tensors that it closes over. Their values are results, which are copied into the
+# tensors after the call. If a body uses two tensors of one memory, it writes into the tensors
+# themselves.
+def written_outside(bodies: Sequence[TracedBody]) -> list[torch.Tensor]:
+    """Return the tensors that bodies close over and write into, as the code around sees them."""
+    written: dict[int, torch.Tensor] = {}
+    used: dict[int, torch.Tensor] = {}
+    for body in bodies:
+        for tensor, seen in body.level.taken.values():
+            outer = body.level.outside(tensor)
+            used[id(outer)] = outer
+            if _is_written(seen):
+                written[id(outer)] = outer
+    memories = Counter(map(memory_in_trace, used.values())) if written else Counter()
+    shared = any(memories[memory_in_trace(x)] > 1 for x in written.values())
+    return [] if shared else list(written.values())
+
+
+def _is_written(value: Any) -> bool:
+    """True if a body writes into one of its inputs."""
+    inner, _ = unwrap_all(value)
+    is_input = isinstance(inner, TraceTracer) and inner.node.op == "placeholder"
+    return is_input and count_writes(inner.node) > 0
+
+
+def memory_in_trace(tensor: torch.Tensor) -> Any:
+    """Return what two tensors that share memory in a trace have in common."""
+    inner, _ = unwrap_all(tensor)
+    return inner.base_identity() if isinstance(inner, TraceTracer) else id(inner)
+
+
+def use_copies(
+    trace: TraceLevel, tensors: Sequence[torch.Tensor], values: Sequence[Any] | None = None
+) -> list[Any]:
+    """Let the body that is traced use copies of tensors from outside, and return the copies.
+
+    Args:
+        values: the values of the copies; by default those of the tensors.
+    """
+    level = cast(BodyLevel, trace.bodies[-1])
+    copies = [x.clone() for x in (map(level.remap, tensors) if values is None else values)]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        level.taken[id(tensor)] = tensor, copy
+    return copies
 
 
 def inputs_first(graph: torch.fx.Graph) -> None:

@@ -31,6 +31,7 @@ from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
+from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
 from tsfunc.bridge.trace.tensor_guards import (
@@ -333,14 +334,7 @@ class TraceTracer(Tracer):
 
     def base_identity(self) -> torch.fx.Node:
         """Return the node of the tensor that the graph takes views of."""
-        node = self.node
-        while node.args and isinstance(source := node.args[0], torch.fx.Node):
-            op = node.meta.get("op")
-            view = node.target is operator.getitem if op is None else op.is_view or op.inplace
-            if not view or (op is not None and op.name in _CUT):
-                break
-            node = source
-        return node
+        return base_node(self.node, _CUT)
 
     def base_here(self) -> TraceTracer | None:
         node = self.base_identity()

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.control.node_writes import written_arguments
+from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import outside_all_modes
@@ -28,7 +29,7 @@ from tsfunc.program.closure.closure_guards import ResultIs
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.passes.effects import checks, communicates, is_random, writes
+from tsfunc.program.passes.effects import checks, communicates, is_random
 
 
 def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node) -> Any:
@@ -109,23 +110,12 @@ def _computable(
             opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
             inputs = node.all_input_nodes
             if opaque or not all(each in known for each in inputs) or not _is_small(node):
-                written |= {_memory(each) for each in _written(node) if each in known}
-            elif _memory(node) not in others:
+                written |= {base_node(each) for each in written_arguments(node) if each in known}
+            elif base_node(node) not in others:
                 known.add(node)
         if written <= others:
             return known
         others |= written
-
-
-def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a node may write into."""
-    if not writes(node):
-        return []
-    op = node.meta.get("op")
-    if op is None or op.out_names or not op.written:
-        return node.all_input_nodes
-    given = [node.args[i] for i in op.written if i < len(node.args)]
-    return [x for x in optree.tree_leaves(given) if isinstance(x, torch.fx.Node)]
 
 
 def _is_small(node: torch.fx.Node) -> bool:
@@ -142,18 +132,8 @@ def _leading_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> list[torch.fx
     while True:
         count = len(needed)
         for each in reversed(order):
-            if each in needed or not memories.isdisjoint(map(_memory, _written(each))):
+            if each in needed or not memories.isdisjoint(map(base_node, written_arguments(each))):
                 needed |= {each, *each.all_input_nodes}
-                memories |= {_memory(x) for x in (each, *each.all_input_nodes)}
+                memories |= {base_node(x) for x in (each, *each.all_input_nodes)}
         if len(needed) == count:
             return [each for each in order if each in needed]
-
-
-def _memory(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node whose memory a node's result may share."""
-    while node.args and isinstance(source := node.args[0], torch.fx.Node):
-        op = node.meta.get("op")
-        if op is not None and not (op.is_view or op.inplace):
-            break
-        node = source
-    return node

@@ -37,6 +37,7 @@ from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperato
 from tsfunc.bridge.control.retraced import value_of
 from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
+from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.torch_tracing import (
     contiguous_like,
     is_control_flow,
@@ -266,7 +267,7 @@ class Writer:
             tensor = isinstance(node, torch.fx.Node) and isinstance(
                 node.meta.get("val"), torch.Tensor
             )
-            root = _root(node) if tensor else None
+            root = base_node(node) if tensor else None
             if root in roots:
                 nodes.append(self.call(torch.ops.aten.clone.default, node))
                 nodes[-1].meta["val"] = node.meta["val"]
@@ -528,17 +529,6 @@ def _is_real_or_complex(node: Any) -> bool:
 
 
 def _itself(node: torch.fx.Node) -> torch.fx.Node:
-    return node
-
-
-def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that a node is a view of, directly or indirectly."""
-    while node.args and isinstance(node.args[0], torch.fx.Node):
-        source = node.args[0]
-        of = source if node.target is operator.getitem else node
-        if not isinstance(of.meta.get("op"), TorchOperator) or not _may_be_view(of):
-            break
-        node = source
     return node
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.control.node_writes import nodes_in, written_by_operator
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
@@ -248,20 +249,5 @@ def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator):
         yield from node.all_input_nodes
-        return
-    if op.name not in STATISTICS or updates_statistics(op.name, node.args):
-        for i in op.written:
-            if i < len(node.args):
-                yield from nodes_in(node.args[i])
-    for argument, value in bind_arguments(op, (), node.kwargs):
-        if argument.written:
-            yield from nodes_in(value)
-
-
-def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
-    """Yield the nodes in an argument."""
-    if isinstance(value, torch.fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nodes_in(item)
+    else:
+        yield from written_by_operator(node, op)

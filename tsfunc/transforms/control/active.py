@@ -128,7 +128,7 @@ class SubsetGroup:
         merge_draw_counts(counts, merge)
         return combine_leaves(trees, merge)
 
-    def running(self, roots: Sequence[Any]) -> AbstractContextManager[None]:
+    def running(self, roots: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context manager whose block runs on these examples alone; see ``in_subset``."""
         level = self.level
         if isinstance(level, SubsetLevel):

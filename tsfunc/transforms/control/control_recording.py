@@ -6,6 +6,7 @@ The note is in ``bridge/control/control_flow``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -20,9 +21,12 @@ from tsfunc.bridge.control.traced_bodies import (
     TracedResult,
     common,
     common_order,
+    memory_in_trace,
     operands_of,
     order_of,
     same_layout,
+    use_copies,
+    written_outside,
 )
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
@@ -69,15 +73,22 @@ def record_switch(
         chosen = rewrap_as(index, hidden.layout(needed_frames(index)))
     else:
         chosen, _ = unwrap_all(index)
-    bodies = []
-    for branch in branches:
-        run = counted(
-            lambda branch=branch: branch(*pytrees.tree_map(as_seen_by_current_level, operands))
-        )
-        bodies.append(TracedBody(trace, run, (), hidden))
-    first, _ = bodies[0].out
+    runs = [
+        counted(lambda branch=branch: branch(*pytrees.tree_map(as_seen_by_current_level, operands)))
+        for branch in branches
+    ]
+    bodies = [TracedBody(trace, run, (), hidden) for run in runs]
+    written = written_outside(bodies)
+    if written:  # NOTE [bodies without writes] in ``traced_bodies``
+
+        def on_copies(run: Callable[[], Any]) -> Any:
+            copies = use_copies(trace, written)
+            return *run(), copies
+
+        bodies = [TracedBody(trace, partial(on_copies, run), (), hidden) for run in runs]
+    first, *_ = bodies[0].out
     for name, body in zip(names[1:], bodies[1:], strict=True):
-        other, _ = body.out
+        other, *_ = body.out
         check_branches(
             label, (f"the result of {names[0]}", f"the result of {name}"), (first, other)
         )
@@ -93,6 +104,9 @@ def record_switch(
     orders = [*map(common_order, zip(*(body.unwrapped(stacks) for body in bodies), strict=True))]
     results, *_ = [body.end(stacks, orders) for body in bodies]
     tensors, numbers, places = operands_of(bodies, 0)
+    if written:  # a derivative runs the bodies on the values that they got
+        memories = set(map(memory_in_trace, written))
+        tensors = [x.clone() if memory_in_trace(x) in memories else x for x in tensors]
     made = [
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
         for name, body, own in zip(names, bodies, places, strict=True)
@@ -100,9 +114,16 @@ def record_switch(
     op = Switch(label, made, batching)
     known = [r for r in results if r is not None]
     outputs = call_for_examples(op, hidden, trace, [chosen, *tensors], numbers, known)
-    out, drawn = filled(bodies[0], outputs)
+    out, drawn, *values = filled(bodies[0], outputs)
     set_draw_counts(drawn)
+    copy_back(written, *values)
     return out
+
+
+def copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = ()) -> None:
+    """Write the values of the copies that bodies have used into the tensors themselves."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def filled(body: TracedBody | Carry, given: Sequence[Any]) -> Any:
@@ -306,6 +327,19 @@ def record_scan(
         orders = carry.orders(body, stacks)
         if orders is not None:
             break
+    if written := written_outside([body]):
+
+        def f_on_copies(carried: Any, x: Any) -> Any:
+            copies = use_copies(trace, written, carried[1])
+            after, y = f(carried[0], x)
+            return (after, copies), y
+
+        copied = init, [x.clone() for x in written]
+        (last, values), ys = record_scan(
+            label, f_on_copies, copied, xs, length, reverse, dim, advice
+        )
+        copy_back(written, values)
+        return last, ys
     y_spec = pytrees.structure_of(ys)
     results = body.end(stacks, orders)
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
@@ -373,6 +407,26 @@ def record_while(
             orders = carry.orders(body, stacks)
             if orders is not None:
                 break
+    if written := written_outside([condition, body]):
+
+        def on_copies(func: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def run(carried: Any) -> Any:
+                copies = use_copies(trace, written, carried[1])
+                out = func(carried[0])
+                return (out, copies) if func is body_fun else out
+
+            return run
+
+        def in_sight(carried: Any, value: Any, level: Any) -> Any:
+            return run_visible(carried[0], value, level), written
+
+        last, values = record_while(
+            label, on_copies(cond_fun), on_copies(body_fun),
+            (init, [x.clone() for x in written]), choice, in_sight, checkpoint, advice,
+            lambda carried: shown(carried[0]),
+        )  # fmt: skip
+        copy_back(written, values)
+        return last
     results = [r for r in body.end(stacks, orders) if r is not None]
     condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))

@@ -200,7 +200,7 @@ class Loop:
     ) -> tuple[Any, int, Any]:
         """Make steps on a group of examples, from the state of `repeat`."""
         carry, drawn = state
-        with group.running((self, carry)):
+        with group.running((self.cond_fun, self.body_fun, carry)):
             set_draw_counts(drawn)
             carry, made, active = self.common_steps(group.level, limit, carry)
             return (carry, draw_counts(group.level.depth)), made, active

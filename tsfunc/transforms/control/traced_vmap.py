@@ -11,16 +11,16 @@ from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames
-from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
+from tsfunc.bridge.control.node_writes import written_inputs
+from tsfunc.bridge.control.subset_arguments import refused_write
+from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.ops.dims import dense_strides
-from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.control.control_operators import While
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 
@@ -65,21 +65,22 @@ def call_for_examples(
         numbers: the symbolic numbers that follow the tensors.
 
     Raises:
-        CannotUnbatch: a body draws random numbers, or a branch writes into an operand, which
-            may be meant for that branch alone.
-        RuntimeError: a loop's body writes into a value that it closes over.
+        CannotUnbatch: a body draws random numbers, or writes into a tensor from outside of it,
+            which is for the examples that run the body.
+        RuntimeError: a body writes into a tensor of the function that all examples share.
     """
     if not hidden.levels:
         return call(op, trace, tensors, numbers, results)
     columns = list(zip(*(hidden.batched_flags(unwrap_all(x)[1]) for x in tensors), strict=True))
     level = next(iter(hidden.levels.values()))
     batched = {i for flags in columns for i, each in enumerate(flags) if each}
-    written = {i: by for body in op.bodies for i, by in _written(body).items() if i in batched}
-    if isinstance(op, While):
-        for i, by in written.items():
-            if i >= op.carried:
-                raise RuntimeError(refused_write(op.name, by, tuple(tensors[i].shape), level))
-    elif written:
+    written = {i for body in op.bodies for i in written_inputs(body)}
+    owned = op.carried if isinstance(op, While) else 0  # a loop writes into carries of its own
+    for i in sorted(written):
+        if i >= owned and i not in batched and not tensors[i].is_from_outside():
+            shape = tuple(tensors[i].shape)
+            raise RuntimeError(refused_write(op.name, shape, level, "all examples share"))
+    if any(i >= owned and i in batched for i in written):
         raise CannotUnbatch(level.original.root)
     if any(is_random(node) for body in op.bodies for node in body.graph.nodes):
         raise CannotUnbatch(level.original.root)
@@ -90,29 +91,6 @@ def call_for_examples(
     return call(
         mapped, trace, tensors, numbers, [_of_all(r, sizes, hidden, trace) for r in results]
     )
-
-
-def _written(body: Body) -> dict[int, str]:
-    """Return the operands that a body writes into, directly or by a view, and the operators."""
-    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-    numbers = dict(zip(inputs, body.inputs, strict=True))
-    writers: dict[Any, str] = {}
-    for node in body.graph.nodes:
-        if isinstance(node.target, ControlFlow):
-            for inner in node.target.bodies:
-                writers |= {_base(node.args[i]): by for i, by in _written(inner).items()}
-        elif writes(node):
-            writers[_base(node.args[0])] = node.meta["op"].name.removeprefix("aten::")
-    return {numbers[node]: by for node, by in writers.items() if node in numbers}
-
-
-def _base(node: Any) -> Any:
-    """Return the node whose memory a node shares."""
-    op = node.meta.get("op")
-    while isinstance(op, TorchOperator) and (op.is_view or op.writes):
-        node = node.args[0]
-        op = node.meta.get("op")
-    return node
 
 
 def _of_all(

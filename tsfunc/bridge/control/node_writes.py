@@ -1,0 +1,63 @@
+"""The writes of a trace: the values that its nodes write into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
+from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.tracers.operators import (
+    STATISTICS,
+    TorchOperator,
+    bind_arguments,
+    updates_statistics,
+)
+
+
+def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
+    """Yield the nodes in an argument."""
+    if isinstance(value, torch.fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def written_by_operator(node: torch.fx.Node, op: TorchOperator) -> Iterator[torch.fx.Node]:
+    """Yield the arguments that the call of an operator writes into."""
+    if op.name not in STATISTICS or updates_statistics(op.name, node.args):
+        for i in op.written:
+            if i < len(node.args):
+                yield from nodes_in(node.args[i])
+    for argument, value in bind_arguments(op, (), node.kwargs):
+        if argument.written:
+            yield from nodes_in(value)
+
+
+def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a call writes into, itself or in a body."""
+    if isinstance(node.target, ControlFlow):
+        inputs = sorted({i for body in node.target.bodies for i in written_inputs(body)})
+        return [value for i in inputs for value in nodes_in(node.args[i])]
+    op = node.meta.get("op")
+    return [*written_by_operator(node, op)] if isinstance(op, TorchOperator) else []
+
+
+def written_inputs(body: Body) -> set[int]:
+    """Return the operands that a body writes into, directly or by a view."""
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    numbers = dict(zip(inputs, body.inputs, strict=True))
+    bases = {base_node(value) for node in body.graph.nodes for value in written_arguments(node)}
+    return {numbers[base] for base in bases if base in numbers}
+
+
+def count_writes(node: torch.fx.Node) -> int:
+    """Return the number of later nodes that write into the memory of a node's value."""
+    base, later, count = base_node(node), node.next, 0
+    while later.op != "root":
+        count += any(base_node(value) is base for value in written_arguments(later))
+        later = later.next
+    return count
