@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import jacfwd, specialize, vmap
+from tsfunc import grad, jacfwd, specialize, vmap
+from tsfunc.bridge.sizes.strides import hint_of
 
 # By the number of operands.
 FUNCTIONS: dict[int, dict[str, Callable[..., Tensor]]] = {
@@ -43,6 +44,31 @@ FUNCTIONS: dict[int, dict[str, Callable[..., Tensor]]] = {
         "addcmul": torch.addcmul,
         "where": lambda x, y, z: torch.where(x.gt(0), y, z),
     },
+}
+
+aten = torch.ops.aten
+# Operators for which torch's rule for fake tensors takes the operands in another order.
+REORDERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softplus_backward": lambda x, y: aten.softplus_backward(x, y, 1.0, 20.0),
+    "elu_backward": lambda x, y: aten.elu_backward(x, 1.0, 1.0, 1.0, False, y),
+    "hardtanh_backward": lambda x, y: aten.hardtanh_backward(x, y, -1.0, 1.0),
+    "hardswish_backward": aten.hardswish_backward,
+    "hardsigmoid_backward": aten.hardsigmoid_backward,
+    "logit_backward": aten.logit_backward,
+    "leaky_relu_backward": lambda x, y: aten.leaky_relu_backward(x, y, 0.1, False),
+    "threshold_backward": lambda x, y: aten.threshold_backward(x, y, 0.5),
+    "native_dropout_backward": lambda x, y: aten.native_dropout_backward(x, y > 0, 2.0),
+    "mse_loss_backward": lambda x, y: aten.mse_loss_backward(x, x, y, 0),
+    "smooth_l1_loss_backward": lambda x, y: aten.smooth_l1_loss_backward(x, x, y, 0, 1.0),
+    "huber_loss_backward": lambda x, y: aten.huber_loss_backward(x, x, y, 0, 1.0),
+    "binary_cross_entropy": lambda x, y: aten.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), None, 0
+    ),
+    "standard_gamma_grad": lambda x, y: torch._standard_gamma_grad(x.exp(), y.exp()),
+    "xlogy": lambda x, y: torch.xlogy(x, y.exp()),
+    "copysign": torch.copysign,
+    "floor_divide": torch.floor_divide,
+    "rsub": torch.rsub,
 }
 
 
@@ -80,6 +106,44 @@ def test_operands_in_any_layout(count: int, name: str, request: pytest.FixtureRe
 
         specialize(seen)(*operands)
         assert tuple(strides) == f(*operands).stride(), [(x.shape, x.stride()) for x in operands]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", [*FUNCTIONS[2], *REORDERED])
+def test_two_layouts(name: str, named: bool, request: pytest.FixtureRequest) -> None:
+    """The result has the strides of the kernel's result, for sizes with names, too."""
+    rng = random.Random(f"{request.config.option.hypothesis_seed} {name}")
+    f = {**FUNCTIONS[2], **REORDERED}[name]
+    sizes: dict[Any, int] = {"b": 2, "s": 7, 3: 3}
+    for _ in range(3):
+        orders = [rng.sample(range(3), 3) for _ in range(2)]
+        strides: list[Any] = []
+
+        def seen(x: Tensor, y: Tensor, orders: Any = orders, strides: Any = strides) -> Tensor:
+            out = f(x.permute(orders[0]), y.permute(orders[1]))
+            strides.append([hint_of(step) for step in out.stride()])
+            return out.clone()
+
+        shapes = [[[*sizes][order.index(i)] for i in range(3)] for order in orders]
+        operands = [torch.randn([sizes[n] for n in shape]) for shape in shapes]
+        descriptors = {"x": Meta(shapes[0]), "y": Meta(shapes[1])}
+        (specialize(seen, descriptors) if named else specialize(seen))(*operands)
+        seen(*operands)
+        assert strides[0] == strides[-1], orders
+
+
+def test_a_training_step_that_views_a_gradient_of_softplus() -> None:
+    """The view that a reshape is in a trace is one of the kernel's result, too."""
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        x = torch.nn.functional.softplus((x.reshape(-1, 4) @ w).view(*x.shape[:2], 4))
+        return (x.transpose(1, 2).contiguous().sin() * 2).sum()
+
+    program = specialize(grad(loss, (0, 1)), {"x": Meta(["b", "s", 4])})
+    w = torch.randn(4, 4)
+    for b, s in ((2, 7), (3, 5)):
+        x = torch.randn(b, s, 4)
+        torch.testing.assert_close(program(x, w), grad(loss, (0, 1))(x, w))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -17,22 +17,65 @@ Source: ``computeStride`` in torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.ops.tensor_iterator import clamp, pointwise, where
+
+# --- hints
+
+
+def hint_of(size: Any) -> int:
+    """Return a size as an int; for a symbolic size, its hint.
+
+    A size that depends on data has no hint: each gets a number of its own, which stands for it in
+    comparisons of sizes and strides.
+    """
+    if isinstance(size, int):
+        return size
+    node = size.node
+    if node.hint is not None:
+        return int(node.hint)
+    known = node.shape_env.backed_var_to_val
+    numbers = {
+        symbol: known.get(symbol, _FIRST_DATA_SIZE + 2 * int(symbol.name[1:]))
+        for symbol in node.expr.free_symbols
+    }
+    return int(node.expr.xreplace(numbers))
+
+
+_FIRST_DATA_SIZE: Final = 1009  # larger than most sizes and no multiple of them
+
+
+class _Layout(NamedTuple):
+    """The sizes and strides of a tensor, or their hints."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _layout(x: torch.Tensor) -> _Layout:
+    return _Layout(tuple(map(hint_of, x.shape)), tuple(map(hint_of, x.stride())))
+
 
 # --- the strides of pointwise operators
 
 
 _RULES = frozenset({clamp, pointwise, where})
 # Operators whose kernel writes into a contiguous result.
-_CONTIGUOUS = frozenset(
-    {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
+_CONTIGUOUS = frozenset({
+    "aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar",
+    "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
+    "aten::_standard_gamma_grad", "aten::_dirichlet_grad",
+})  # fmt: skip
+# Operators whose kernel writes into a tensor like the first operand.
+_LIKE_FIRST = frozenset({"aten::binary_cross_entropy"})
+# Operators whose kernel takes the second operand first.
+_SECOND_FIRST = frozenset(
+    {"aten::leaky_relu_backward", "aten::threshold_backward", "aten::rsub.Tensor"}
 )
 # Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
 _NUMBER_OPERANDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
@@ -43,38 +86,56 @@ _CAPTURING = frozenset({"aten::lerp.Scalar"})
 def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
     """Return the strides of a pointwise operator's result, if torch's rule gives other ones.
 
-    The answer is None for equal strides, for other operators, and for symbolic sizes, where the
-    rule is not ``index``.
+    The answer is None for equal strides and for other operators. Strides of symbolic sizes are
+    compared by their hints: the strides of a tensor without gaps are multiples of each other.
     """
     if op.name in _INDEXING:
         return _index_strides(args, result)
-    contiguous = op.name in _CONTIGUOUS
-    if op.row is None or (op.row.rule not in _RULES and not contiguous):
+    written = op.name in _CONTIGUOUS or op.name in _LIKE_FIRST
+    if op.row is None or (op.row.rule not in _RULES and not written):
         return None
-    operands = [x for x in args if isinstance(x, torch.Tensor)]
-    if not isinstance(result, torch.Tensor) or not operands:
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if not isinstance(result, torch.Tensor) or not tensors:
         return None
-    shape = result.shape
-    sizes = [*shape, *(n for x in operands for n in (*x.shape, *x.stride()))]
-    if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
+    if op.name in _SECOND_FIRST:
+        tensors.reverse()
+    operands = [_layout(x) for x in tensors]
+    shape, given = _layout(result)
+    if 0 in shape:
         return None
-    if contiguous:
-        strides: list[int] | None = dense_strides(shape)
-        return None if strides == list(result.stride()) else strides
-    broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
-    strides = None if broadcasts else _common_strides(operands)
-    if strides is None:
-        order = memory_order(shape, *[_broadcast_strides(x, shape) for x in operands])
-        strides = dense_strides(shape, order)
-    return None if strides == list(result.stride()) else strides
+    order: Sequence[int] | None
+    if op.name in _CONTIGUOUS:
+        order = range(len(shape))
+    elif op.name in _LIKE_FIRST:
+        if operands[0].shape != shape:
+            return None  # a sum
+        order = memory_order(shape, operands[0].strides)
+    elif any(x.shape != shape for x in operands) or (shape and _wraps_number(op, args)):
+        order = _broadcast_order(operands, shape)
+    else:
+        order = _common_order(operands)
+        if (
+            order is None
+            and operands.count(operands[0]) == len(operands)
+            and _is_dense(operands[0])
+        ):
+            return None if given == operands[0].strides else list(tensors[0].stride())
+        order = _broadcast_order(operands, shape) if order is None else order
+    return (
+        None if list(given) == dense_strides(shape, order) else dense_strides(result.shape, order)
+    )
+
+
+def _broadcast_order(operands: Sequence[_Layout], shape: Sequence[int]) -> Sequence[int]:
+    """Return the order in memory of a result without gaps, whose dims the operands order."""
+    return memory_order(shape, *[_broadcast_strides(x, shape) for x in operands])
 
 
 def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
     """Return the strides of an indexed tensor, which follow the layout of the indices, too.
 
     The kernel's operands are the tensor, expanded in the indexed dims, and the indices, expanded in
-    the others. torch's rule for fake tensors leaves out the indices. Strides of symbolic sizes are
-    compared by their hints: the strides of an index are multiples of each other.
+    the others. torch's rule for fake tensors leaves out the indices.
 
     Source: ``AdvancedIndex`` in torch.
     """
@@ -86,32 +147,34 @@ def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
     rest = [dim for dim in range(x.dim()) if dim not in at]
     adjacent = at == list(range(at[0], at[-1] + 1))
     before = [dim for dim in rest if adjacent and dim < at[0]]
-    after = rest[len(before) :]
-    first, last = len(before), result.dim() - len(after)
-    if last - first < 2 or 0 in result.shape:
-        return None  # one dim of indices
-    with suppress_guards(result.fake_mode):
-        indexed = result.shape[first:last]
-        steps = [_broadcast_strides(index, indexed) for index in given]
-        if result.device.type != "cpu" and any(each != steps[0] for each in steps):
-            steps = [dense_strides(indexed)] * len(given)
-        source = [x.stride(dim) for dim in before], [x.stride(dim) for dim in after]
-        operands = [[*source[0], *[0] * len(indexed), *source[1]]]
-        ones = len(before), len(after)
-        operands += [_strides_among_ones(indexed, each, *ones, result.shape) for each in steps]
-        strides = dense_strides(result.shape, memory_order(result.shape, *operands))
-        return None if strides == list(result.stride()) else strides
+    first, last = len(before), result.dim() - (len(rest) - len(before))
+    shape, found = _layout(result)
+    if last == first or 0 in shape:
+        return None  # indices without dims
+    indexed = shape[first:last]
+    steps = [_broadcast_strides(_layout(index), indexed) for index in given]
+    if result.device.type != "cpu" and any(each != steps[0] for each in steps):
+        steps = [dense_strides(indexed)] * len(given)
+    source = [hint_of(x.stride(dim)) for dim in rest]
+    operands = [[*source[:first], *[0] * len(indexed), *source[first:]]]
+    operands += [
+        _strides_among_ones(indexed, each, first, len(shape) - last, shape) for each in steps
+    ]
+    order = memory_order(shape, *operands)
+    return (
+        None if list(found) == dense_strides(shape, order) else dense_strides(result.shape, order)
+    )
 
 
 def _strides_among_ones(
-    shape: Sequence[Any], strides: Sequence[Any], before: int, after: int, wanted: Sequence[Any]
-) -> list[Any]:
+    shape: Sequence[int], strides: Sequence[int], before: int, after: int, wanted: Sequence[int]
+) -> list[int]:
     """Return the strides of a view with more dims of size 1, expanded to the wanted shape.
 
     Source: ``computeStride`` in torch.
     """
     base, elements = strides[-1], 1
-    steps: list[Any] = []
+    steps: list[int] = []
     sizes = [*[1] * before, *shape, *[1] * after]
     given = [*[1] * before, *strides, *[1] * after]
     for size, step, whole in zip(*map(reversed, (sizes, given, wanted)), strict=True):
@@ -133,33 +196,35 @@ def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
     return any(kind == "TensorType" and not isinstance(x, torch.Tensor) for x, kind in pairs)
 
 
-def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return the strides of the result of operands that have one layout, without gaps."""
-    first = operands[0]
-    for order in (torch.contiguous_format, torch.channels_last):
-        if (order is torch.contiguous_format or first.dim() == 4) and all(
-            x.is_contiguous(memory_format=order) for x in operands
-        ):
-            dims = () if order is torch.contiguous_format else (0, 2, 3, 1)
-            return dense_strides(first.shape, dims)
-    same = all(x.stride() == first.stride() for x in operands)
-    return list(first.stride()) if same and _is_dense(first) else None
+def _common_order(operands: Sequence[_Layout]) -> Sequence[int] | None:
+    """Return the order of the dims that all operands have in memory; None for another one."""
+    rank = len(operands[0].shape)
+    for order in (tuple(range(rank)), *([(0, 2, 3, 1)] if rank == 4 else [])):
+        if all(_has_order(x, order) for x in operands):
+            return order
+    return None
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def _has_order(x: _Layout, order: Sequence[int]) -> bool:
+    """True if the tensor is without gaps in an order of its dims."""
+    dense = dense_strides(x.shape, order)
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, dense, strict=True))
+
+
+def _is_dense(x: _Layout) -> bool:
     """True if the tensor has no gaps and does not overlap itself."""
     expected = 1
-    for step, n in sorted((step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+    for step, n in sorted((step, n) for step, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if step != expected:
             return False
         expected *= n
     return True
 
 
-def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
+def _broadcast_strides(x: _Layout, shape: Sequence[int]) -> list[int]:
     """Return an operand's strides in the dims of the result, 0 in those that it lacks."""
-    missing = len(shape) - x.dim()
-    pairs = zip(x.shape, x.stride(), shape[missing:], strict=True)
+    missing = len(shape) - len(x.shape)
+    pairs = zip(x.shape, x.strides, shape[missing:], strict=True)
     return [0] * missing + [0 if n == 1 and size != 1 else step for n, step, size in pairs]
 
 

@@ -24,11 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, _storage_Use_Count, _swap_tensor_impl
 
+from tsfunc.bridge.sizes.strides import hint_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.nesting import is_differentiated, tensors_inside
 from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
@@ -259,28 +260,6 @@ class _Extent:
             stride = [hint_of(step) * width for step in self.stride]
             covered.as_strided(size, [*stride, 1], hint_of(self.offset) * width - first).fill_(True)
         return covered
-
-
-def hint_of(size: Any) -> int:
-    """Return a size as an int; for a symbolic size, its hint.
-
-    A size that depends on data has no hint: each gets a number of its own, which stands for it in
-    comparisons of sizes and strides.
-    """
-    if isinstance(size, int):
-        return size
-    node = size.node
-    if node.hint is not None:
-        return int(node.hint)
-    known = node.shape_env.backed_var_to_val
-    numbers = {
-        symbol: known.get(symbol, _FIRST_DATA_SIZE + 2 * int(symbol.name[1:]))
-        for symbol in node.expr.free_symbols
-    }
-    return int(node.expr.xreplace(numbers))
-
-
-_FIRST_DATA_SIZE: Final = 1009  # larger than most sizes and no multiple of them
 
 
 Replaced = list[tuple[torch.Tensor, type, torch.Tensor]]

@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc import pytrees
-from tsfunc.bridge.sizes.strides import has_view
+from tsfunc.bridge.sizes.strides import has_view, hint_of
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -27,7 +27,7 @@ from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
-from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, hint_of, relatives_of
+from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, relatives_of
 from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import batch_to_front
