@@ -301,3 +301,96 @@ def test_gradients_of_graph_convolutions(name: str) -> None:
         return
     examples = list(zip(x, edges, strict=True))
     torch.testing.assert_close(each(params, x, edges), gradients_in_a_loop(loss, examples))
+
+
+class GraphNetwork(nn.Module):
+    """Two convolutions, a norm by graph, and a pooling over the nodes of each graph."""
+
+    def __init__(self, geometric: Any, kind: str, pool: Any) -> None:
+        super().__init__()
+
+        def convolution(inputs: int) -> Any:
+            if kind == "GIN":
+                return geometric.GINConv(nn.Sequential(nn.Linear(inputs, 8), nn.Tanh()))
+            return getattr(geometric, f"{kind}Conv")(inputs, 8)
+
+        self.first, self.second = convolution(4), convolution(8)
+        self.norm, self.pool, self.head = geometric.GraphNorm(8), pool, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, edges: Tensor, batch: Tensor, count: int) -> Tensor:
+        hidden = self.norm(self.first(x, edges).tanh(), batch, count)
+        hidden = self.second(hidden, edges).tanh()
+        out: Tensor = self.head(self.pool(hidden, batch, count))
+        return out
+
+
+POOLS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda nn: nn.global_mean_pool,
+    "max": lambda nn: nn.global_max_pool,
+    "median": lambda nn: lambda x, batch, n: nn.aggr.MedianAggregation()(x, batch, dim_size=n),
+}
+
+
+def drawn_graphs(count: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the nodes and edges of some graphs, and the number of each node's graph."""
+    nodes = [int(n) for n in torch.randint(3, 8, (count,))]
+    starts = [sum(nodes[:i]) for i in range(count)]
+    edges = [s + torch.randint(0, n, (2, 2 * n)) for s, n in zip(starts, nodes, strict=True)]
+    batch = torch.arange(count).repeat_interleave(torch.tensor(nodes))
+    return torch.randn(sum(nodes), 4).double(), torch.cat(edges, 1), batch, count
+
+
+@pytest.mark.parametrize(
+    ("kind", "pool"),
+    [
+        ("GIN", "median"),
+        *(
+            pytest.param(kind, pool, marks=pytest.mark.slow)
+            for kind, pool in (("GCN", "mean"), ("GAT", "max"), ("SAGE", "mean"), ("GCN", "median"))
+        ),
+    ],
+)
+def test_networks_of_graphs(kind: str, pool: str) -> None:
+    """One program for all graphs: results, gradients of each graph, and training steps."""
+    geometric = library("torch_geometric").nn
+    network = GraphNetwork(geometric, kind, POOLS[pool](geometric)).double()
+    plain = copy.deepcopy(network)
+    described = {"x": Meta(["n", 4]), "edges": Meta([2, "k"]), "batch": Meta(["n"]), "count": int}
+
+    def losses(params: dict[str, Tensor], *graphs: Any) -> Tensor:
+        out: Tensor = tsfunc.functional_call(network, params, graphs)
+        return out.sin().sum(1)
+
+    def step_of(network: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor, edges: Tensor, batch: Tensor, count: int) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = network(x, edges, batch, count).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    forward = tsfunc.specialize(
+        lambda x, edges, batch, count: network(x, edges, batch, count), described
+    )
+    for count in (2, 4):
+        graphs = drawn_graphs(count)
+        torch.testing.assert_close(forward(*graphs), network(*graphs))
+        got = tsfunc.jacrev(losses)(parameters_of(network), *graphs)
+        examples = [losses(dict(network.named_parameters()), *graphs)[i] for i in range(count)]
+        for i, loss in enumerate(examples):
+            network.zero_grad()
+            loss.backward()
+            for name, parameter in network.named_parameters():
+                torch.testing.assert_close(got[name][i], parameter.grad)
+    assert len(forward.programs) == 1
+    network.zero_grad()
+    program, expected = tsfunc.specialize(step_of(network), described), step_of(plain)
+    for count in (2, 3, 4):
+        graphs = drawn_graphs(count)
+        torch.testing.assert_close(program(*graphs), expected(*graphs))
+    torch.testing.assert_close(parameters_of(network), parameters_of(plain))
+    assert len(program.programs) == 2
