@@ -179,6 +179,10 @@ ARGUMENTS: dict[str, tuple[Call, str]] = {
         "expected m1 and m2 to have the same dtype",
     ),
     "masked_fill": (lambda x: x.masked_fill(x > 0, x[0]), "only supports a 0-dimensional value"),
+    "index_fill with a complex number": (
+        lambda x: x.index_fill(0, (x[0] > 2).long(), x[0, 0] * 1j),
+        "Converting complex Scalar to non-complex type",
+    ),
     "masked_scatter": (lambda x: x.masked_scatter(x, x), "boolean masks"),
     "embedding": (
         lambda x: torch.nn.functional.embedding(torch.tensor([0]), x[0]),

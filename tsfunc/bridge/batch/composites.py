@@ -126,14 +126,14 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
-    return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
+    return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value, x))
 
 
 @function_rules.replace(Tensor.index_fill_)
 def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
-    return x.masked_fill_(_filled_places(x, dim, index), _number_to_fill(value))
+    return x.masked_fill_(_filled_places(x, dim, index), _number_to_fill(value, x))
 
 
 def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -146,7 +146,11 @@ def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return mask.index_fill(0, index, True).view(shape)
 
 
-def _number_to_fill(value: Tensor) -> Tensor:
+def _number_to_fill(value: Tensor, x: Tensor) -> Tensor:
+    if value.is_complex() and not x.is_complex():
+        raise RuntimeError(
+            "index_fill_(): Converting complex Scalar to non-complex type is not supported"
+        )
     if value.dim():
         raise RuntimeError(
             f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
