@@ -480,8 +480,11 @@ def selected(d: Draw) -> None:
     )
 
 
-def _written(d: Draw, min_rank: int = 0) -> str:
-    """Return a tensor that the function makes, to be written into."""
+def _written(d: Draw, min_rank: int = 0, *, own: bool = False) -> str:
+    """Return a tensor that the function makes, to be written into; ``own``: in the same block."""
+    shared = [name for name in d.shared if len(d.shape(name)) >= min_rank]
+    if shared and not own and d.chance(0.5):
+        return str(d.rng.choice(shared))
     x = d.float(min_rank=min_rank)
     made = d.pick(
         f"{x}.clone()",
@@ -565,7 +568,7 @@ def write_view(d: Draw) -> None:
 
 def write_inplace_view(d: Draw) -> None:
     """Change a tensor's own shape in place."""
-    y = _written(d, 1)
+    y = _written(d, 1, own=True)
     dim, other = d.dim(y), d.dim(y)
     d.do(
         d.pick(
@@ -681,8 +684,7 @@ def factory(d: Draw) -> None:
 # ---- Control flow ------------------------------------------------------------------------------
 
 
-def _predicate(d: Draw) -> str:
-    x = d.float()
+def _predicate(d: Draw, x: str) -> str:
     return d.one_of(f"{x}.sum() > {d.number()}", f"{x}.sum().sin() > 0.1", f"({x} > 0).any()")
 
 
@@ -712,16 +714,21 @@ def choice(d: Draw) -> None:
     passes = d.chance(0.5)
     params = {f"p{d.taken + 1}": d.env[x]} if passes else {}
     shape = d.shape(x)
-    pred = _predicate(d)
+    by = d.float()
+    pred = _predicate(d, by)
+    # A tensor that branches write into. Examples that choose differently have one each.
+    shared = [d.let(f"{x} * {d.number()} + {by}.sum()")] if d.chance(0.3) else []
     count = d.rng.choice([2, 2, 3])
-    branches = tuple(d.block("branch", params, 2, _shaped(d, shape)) for _ in range(count))
+    branches = tuple(d.block("branch", params, 2, _shaped(d, shape), shared) for _ in range(count))
     names = ", ".join(b.name for b in branches)
     operands = f", {x}" if passes else ""
     if count == 2:
         d.let(f"tsfunc.cond({pred}, {names}{operands})", branches)
     else:
-        by = f"({d.float()}.sum() * 3).abs().long() % 3"
-        d.let(f"tsfunc.switch({by}, [{names}]{operands})", branches)
+        index = f"({by}.sum() * 3).abs().long() % 3"
+        d.let(f"tsfunc.switch({index}, [{names}]{operands})", branches)
+    for name in shared:
+        d.let(f"{name} + 1")
 
 
 def loop(d: Draw) -> None:

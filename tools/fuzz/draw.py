@@ -36,6 +36,7 @@ class Draw:
         self.body: list[Statement] = []
         self.construct = ""
         self.taken = 0
+        self.shared: list[str] = []
         self.namespace = {"torch": torch, "tsfunc": reference, "F": torch.nn.functional}
 
     # ---- Choices -----------------------------------------------------------------------------
@@ -181,12 +182,18 @@ class Draw:
             self.body, self.env = body, {**env, **copies}
 
     def block(
-        self, prefix: str, params: dict[str, Any], most: int, result: Callable[[], str]
-    ) -> Block:
-        """Draw a local function of sample values; it may read all variables outside."""
+        self, prefix: str, params: dict[str, Any], most: int, result: Callable[[], str],
+        shared: Sequence[str] = (),
+    ) -> Block:  # fmt: skip
+        """Draw a local function of sample values; it may read all variables outside.
+
+        Args:
+            shared: variables outside that it may write into.
+        """
         self.taken += 1
         name = f"{prefix}{self.taken}"
         body, env, construct = self.body, dict(self.env), self.construct
+        before, self.shared = self.shared, [*shared]
         self.body = []
         self.env = {**env, **params}
         outside = {k: v.clone() for k, v in env.items() if isinstance(v, torch.Tensor)}
@@ -202,6 +209,7 @@ class Draw:
             block = Block(name, tuple(params), tuple(self.body), result())
         finally:
             self.body, self.env, self.construct = body, {**env, **outside}, construct
+            self.shared = before
         return block
 
 
