@@ -1,8 +1,8 @@
 """Hooks: the functions of higher packages that lower packages call. This module is private.
 
 NOTE [hooks]
-Imports go down the list of packages only. Where a package needs a function of a higher one, it
-calls those that a hook has. Every hook is declared in this file, with the package that calls its
+Imports go down the list of packages only. A package that needs a function of a higher one calls
+those that a hook has. Every hook is declared in this file, with the package that calls its
 functions and the modules that add them.
 """
 

@@ -2,8 +2,8 @@
 
 A construct takes a ``Draw`` and adds statements by its ``let`` and ``do``. An expression alone is
 written as a template: ``{x}`` is a tensor of floats, ``{y}`` one that broadcasts to it, ``{n}`` a
-number, ``{m}`` a mask in the shape of ``{x}``, ``{d}`` and ``{e}`` dims of it. What torch refuses
-is drawn again, so a template need not hold for all shapes.
+number, ``{m}`` a mask in the shape of ``{x}``, ``{d}`` and ``{e}`` dims of it. A statement
+that torch refuses is drawn again, so a template need not hold for all shapes.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _interrupted(program: Program, after: float) -> bool:
             running.results(program, tsfunc)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (KeyboardInterrupt, Exception):
-        # Where the interrupt comes in a callback of C++, torch turns it into an error of its own.
+        # torch turns an interrupt in a callback of C++ into an error of its own.
         signal.setitimer(signal.ITIMER_REAL, 0)
         return True
     return False

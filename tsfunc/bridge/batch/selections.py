@@ -3,10 +3,10 @@
 NOTE [selections]
 The number of elements that a mask selects differs between examples, so a batch can't hold the
 result. Many uses of the result don't depend on that number: elementwise functions, sums and means,
-and a write by the same mask (``x[mask] = f(x[mask])``, which includes ``x[mask] *= 2``). So
-``x[mask]`` returns a *selection*: all elements, and a mask of the selected ones. The dim of the
-elements is the only dim of unknown size. An operation that needs this size raises an error that
-names the line of ``x[mask]``.
+and a write by the same mask (``x[mask] = f(x[mask])``, which includes ``x[mask] *= 2``).
+``x[mask]`` therefore returns a *selection*: all elements, and a mask of the selected ones. The dim
+of the elements is the only dim of unknown size. An operation that needs this size raises an error
+that names the line of ``x[mask]``.
 
 Each element that is not selected is replaced by the first selected element of its example. A
 function therefore behaves there as it does at a selected element: no logarithm of a number that the

@@ -17,8 +17,8 @@
 //   the Python handler; from the third call on a recipe of the rule (NOTE [recipes] in recipes.py)
 //   runs here instead.
 // - State is read from the Python objects that own it (levels, the thread's dispatch state), by the
-//   offsets of their slots, which setup() looks up. What is kept here is what an operator's schema
-//   says, and the recipes of plans, which the plans own. The handlers need no invalidation: a kernel
+//   offsets of their slots, which setup() looks up. C++ keeps only facts of an operator's schema, and
+//   the recipes of plans, which the plans own. The handlers need no invalidation: a kernel
 //   that a user registers clears TorchOperator.direct_rule, and the handler sees that at the next
 //   call.
 // - Calls run on any thread: the GIL is taken before a Python object is read.

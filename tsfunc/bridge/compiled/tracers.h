@@ -26,7 +26,7 @@ bool enabled = true;
 //
 // NOTE [values without Python objects]
 // A value that no Python code has seen has no Python object: the tensor of its tracer owns it. The
-// first read of the attribute moves it into the tracer's slot. So does a call that writes the value,
+// first read of the attribute moves it into the tracer's slot, as does a call that writes the value,
 // which may give the Python object another tensor (NOTE [promotion of tensors]).
 class TracerImpl final : public c10::TensorImpl {
  public:

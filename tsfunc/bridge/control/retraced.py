@@ -2,9 +2,9 @@
 
 torch's operators make one choice for all examples, and have no second derivatives, and no
 derivatives of the user's. When a program is written in these operators, a batch of calls is traced
-once more, as ``vmap`` of the operator. So are derivatives (NOTE [derivatives in other control flow]
-in ``transforms/control/derived_operators``) and functions with derivatives of their own. In such a
-trace (``TraceLevel.for_torch``) no vmap is hidden: NOTE [unreadable choices] in
+once more, as ``vmap`` of the operator. The same holds for derivatives (NOTE [derivatives in other
+control flow] in ``transforms/control/derived_operators``) and functions with derivatives of their
+own. In such a trace (``TraceLevel.for_torch``) no vmap is hidden: NOTE [unreadable choices] in
 ``transforms/control/cond``. Functions with derivatives of their own are not nodes.
 """
 

@@ -1,6 +1,6 @@
 """Reports of new programs: a line in the terminal while one is made, and the log.
 
-What is logged, and the names of the loggers, are in ``docs/programs.md``.
+``docs/programs.md`` lists the records and the names of the loggers.
 """
 
 from __future__ import annotations
