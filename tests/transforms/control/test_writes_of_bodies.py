@@ -155,6 +155,21 @@ def test_a_tensor_that_all_examples_share_is_not_written_by_some() -> None:
     torch.testing.assert_close(vmap(f)(x.abs()), torch.stack([f(one) for one in x.abs()]))
 
 
+def test_examples_of_an_outer_vmap_share_the_tensors_of_an_inner_one() -> None:
+    def f(x: Tensor, k: Tensor) -> Any:
+        kept = x * 1.0
+        return cond(k > 0, lambda: kept[0:2].add_(1.0), lambda: kept[0:2] * 2.0) + kept.sum()
+
+    x, k = torch.rand(3, 4), torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    both = vmap(vmap(f), in_dims=(None, 0))
+    expected = torch.stack(
+        [torch.stack([f(a, n) for a, n in zip(x, row, strict=True)]) for row in k]
+    )
+    with pytest.raises(RuntimeError, match="all examples share"):
+        both(x, k)
+    torch.testing.assert_close(specialize(both)(x, k), expected)
+
+
 def test_a_tensor_from_outside_is_one_for_all_examples() -> None:
     runs = torch.zeros(())
 

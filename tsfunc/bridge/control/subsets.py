@@ -49,6 +49,7 @@ from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_l
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
+from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.splitting import groups_of
 
 # --- the level of a subset
@@ -278,7 +279,10 @@ def in_subset(
         set_draw_counts(draw_counts(subset.depth))
         yield remapper
     for value, part in remapper.written():
-        value.copy_((merged or subset.merged)(value, part))
+        try:
+            value.copy_((merged or subset.merged)(value, part))
+        except InplaceRefused:  # the examples of an outer vmap share it
+            raise RuntimeError(remapper.refused(value)) from None
     for tensor, count in shared:
         if write_count(tensor) != count and is_made_inside(tensor, subset.root):
             raise RuntimeError(remapper.refused(tensor))
