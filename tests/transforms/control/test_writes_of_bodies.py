@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import cond, fori_loop, grad, jvp, specialize, switch, vmap, while_loop
+from tsfunc import cond, fori_loop, grad, jvp, psum, specialize, switch, vmap, while_loop
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda w, c: w.add_(c),
@@ -168,6 +168,24 @@ def test_examples_of_an_outer_vmap_share_the_tensors_of_an_inner_one() -> None:
     with pytest.raises(RuntimeError, match="all examples share"):
         both(x, k)
     torch.testing.assert_close(specialize(both)(x, k), expected)
+
+
+@pytest.mark.parametrize("exchanged", [False, True], ids=["select", "a collective"])
+@pytest.mark.parametrize("program", [False, True], ids=["eager", "program"])
+def test_branches_that_all_examples_run_do_not_write(exchanged: bool, program: bool) -> None:
+    def f(x: Tensor) -> Any:
+        kept = x * 1.0
+
+        def write(c: Tensor) -> Tensor:
+            kept[0].add_(1.0)
+            return c + psum(c, "i") if exchanged else c
+
+        batching: Any = "subset" if exchanged else "select"
+        return cond(x.sum() > 0, write, torch.neg, x.sum(), batching=batching) + kept.sum()
+
+    mapped = vmap(f, axis_name="i")
+    with pytest.raises(RuntimeError, match="run every branch"):
+        (specialize(mapped) if program else mapped)(torch.tensor([[1.0, 2.0], [-1.0, -2.0]]))
 
 
 def test_a_tensor_from_outside_is_one_for_all_examples() -> None:

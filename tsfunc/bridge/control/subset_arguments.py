@@ -162,10 +162,15 @@ def write_count(value: Any) -> int:
         return 0 if inner.is_inference() else int(inner._version)
 
 
-def shared_by_examples(roots: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+def shared_by_examples(
+    roots: Sequence[Any], *, tracers: bool = False
+) -> list[tuple[torch.Tensor, int]]:
     """Return the plain tensors that functions hold, and the numbers of writes into them.
 
     Globals are not searched: they are not made by the function of the vmap.
+
+    Args:
+        tracers: True to return tracers, too.
     """
     tensors: dict[int, torch.Tensor] = {}
     met: set[int] = set()
@@ -173,7 +178,7 @@ def shared_by_examples(roots: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     while stack:
         value = stack.pop()
         kind = type(value)
-        if kind in PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS or (tracers and isinstance(value, Tracer)):
             tensors[id(value)] = value
         elif kind in _HOLDERS and id(value) not in met:
             met.add(id(value))
@@ -205,6 +210,29 @@ def _memory(value: Any) -> Any:
     if isinstance(inner, TraceTracer):
         return base_node(inner.node)
     return inner.untyped_storage()._cdata
+
+
+def refuse_writes_of_all(
+    label: str, before: Sequence[tuple[torch.Tensor, int]], level: BatchLevel
+) -> None:
+    """Raise if branches that all examples have run have written into tensors from outside of them.
+
+    Args:
+        before: the tensors, and the numbers of writes before the branches ran.
+
+    Raises:
+        RuntimeError: a branch has written into a tensor of the function of the vmap.
+    """
+    for tensor, count in before:
+        if write_count(tensor) == count:
+            continue
+        if isinstance(tensor, Tracer) or is_made_inside(tensor, level.root):
+            raise RuntimeError(
+                f"{label}: a branch writes in place into a tensor of shape {tuple(tensor.shape)} "
+                f"from outside of it, and all examples of {level.name} run every branch: because "
+                f"of batching='select', or because a branch exchanges values with other examples. "
+                f"Write into a clone, and return that."
+            )
 
 
 def refused_write(label: str, shape: tuple[Any, ...], level: Level, why: str) -> str:

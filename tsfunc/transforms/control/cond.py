@@ -24,6 +24,7 @@ import torch
 
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.control_flow import Body
+from tsfunc.bridge.control.subset_arguments import refuse_writes_of_all, shared_by_examples
 from tsfunc.bridge.control.subsets import run_guarded
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -328,7 +329,9 @@ class _SwitchCall:
     def select(self, choice: BatchedChoice) -> Any:
         """Run all branches on all examples, and select."""
         level = choice.level
+        before = shared_by_examples((*self.branches, *self.operands), tracers=True)
         each = [counted(branch, level.depth)(*self.operands) for branch in self.branches]
+        refuse_writes_of_all(self.label, before, level)
         outs = [out for out, _ in each]
         self.check(outs, range(len(outs)))
         masks = [choice.values == i for i in range(1, len(outs))]
