@@ -5,7 +5,8 @@ The part of a tensor that a body sees is a copy. If the body writes into it, dir
 the tensor gets the new values when the body ends: the part's count of writes tells. Two tensors of
 the whole batch that share memory have parts that do not, so a body that uses both may not write
 into either. A tensor that all examples share has no parts. A write into it is refused if the
-function X
+function of the vmap has made it, since each example would have one of its own. A tensor from
+outside of the function is one for all.
 """
 
 from __future__ import annotations
