@@ -43,15 +43,21 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
         inputs = sorted({i for body in node.target.bodies for i in written_inputs(body)})
         return [value for i in inputs for value in nodes_in(node.args[i])]
     op = node.meta.get("op")
-    return [*written_by_operator(node, op)] if isinstance(op, TorchOperator) else []
+    if not isinstance(op, TorchOperator) or not (op.writes or op.name in STATISTICS):
+        return []
+    return [*written_by_operator(node, op)]
 
 
 def written_inputs(body: Body) -> set[int]:
     """Return the operands that a body writes into, directly or by a view."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     numbers = dict(zip(inputs, body.inputs, strict=True))
-    bases = {base_node(value) for node in body.graph.nodes for value in written_arguments(node)}
-    return {numbers[base] for base in bases if base in numbers}
+    return {numbers[base] for base in written_bases(body.graph) if base in numbers}
+
+
+def written_bases(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes whose memory the nodes of a graph write into."""
+    return {base_node(value) for node in graph.nodes for value in written_arguments(node)}
 
 
 def count_writes(node: torch.fx.Node) -> int:

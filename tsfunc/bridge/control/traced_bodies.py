@@ -24,7 +24,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
-from tsfunc.bridge.control.node_writes import count_writes
+from tsfunc.bridge.control.node_writes import written_bases
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
@@ -146,23 +146,24 @@ class TracedBody:
 def written_outside(bodies: Sequence[TracedBody]) -> list[torch.Tensor]:
     """Return the tensors that bodies close over and write into, as the code around sees them."""
     written: dict[int, torch.Tensor] = {}
-    used: dict[int, torch.Tensor] = {}
     for body in bodies:
-        for tensor, seen in body.level.taken.values():
-            outer = body.level.outside(tensor)
-            used[id(outer)] = outer
-            if _is_written(seen):
+        bases = written_bases(body.level.graph)
+        for tensor, seen in body.level.taken.values() if bases else ():
+            if _is_input(seen) and unwrap_all(seen)[0].node in bases:
+                outer = body.level.outside(tensor)
                 written[id(outer)] = outer
-    memories = Counter(map(memory_in_trace, used.values())) if written else Counter()
+    if not written:
+        return []
+    used = [body.level.outside(x) for body in bodies for x, _ in body.level.taken.values()]
+    memories = Counter(map(memory_in_trace, {id(x): x for x in used}.values()))
     shared = any(memories[memory_in_trace(x)] > 1 for x in written.values())
     return [] if shared else list(written.values())
 
 
-def _is_written(value: Any) -> bool:
-    """True if a body writes into one of its inputs."""
+def _is_input(value: Any) -> bool:
+    """True for a tensor that is an input of a body."""
     inner, _ = unwrap_all(value)
-    is_input = isinstance(inner, TraceTracer) and inner.node.op == "placeholder"
-    return is_input and count_writes(inner.node) > 0
+    return isinstance(inner, TraceTracer) and inner.node.op == "placeholder"
 
 
 def memory_in_trace(tensor: torch.Tensor) -> Any:
