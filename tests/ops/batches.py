@@ -1,4 +1,4 @@
-"""A case's tensors as batches: which of them, where the batch dims lie, and the plain loop."""
+"""Batches of a case: which tensors are batched, where their batch dims are, and the loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Batch:
     sizes: tuple[int, ...]
 
     def fresh(self) -> list[Tensor]:
-        """Copies, for calls that write."""
+        """Return copies of the inputs, for calls that write."""
         return [clone(x) for x in self.inputs]
 
     def __str__(self) -> str:
@@ -43,21 +43,21 @@ class Batch:
 
 
 def clone(x: Tensor) -> Tensor:
-    """A copy in memory of its own, laid out alike."""
+    """Return a copy with the same memory layout."""
     return x.detach().clone()
 
 
 def mapped(
     f: Callable[..., Results], batch: Batch, randomness: str = "error", **options: Any
 ) -> Any:
-    """``f`` under tsfunc's vmap, once for each level."""
+    """Return ``f`` under tsfunc's vmap, once for each level."""
     for dims in batch.dims:
         f = tsfunc.vmap(f, in_dims=dims, randomness=randomness, **options)
     return f
 
 
 def looped(f: Callable[..., Results], batch: Batch, *, alias: bool = False) -> Any:
-    """``f`` in a Python loop for each level, and the results stacked.
+    """Return the results of ``f`` in a Python loop for each level, stacked.
 
     Each example has memory of its own; with ``alias`` it is a view of the inputs.
     """
@@ -85,9 +85,9 @@ def _loop(f: Callable[..., Results], dims: Sequence[int | None], size: int) -> A
 def subsets(
     places: Sequence[int], always: Sequence[int] = (), limit: int = 3
 ) -> Iterator[tuple[int, ...]]:
-    """Which tensors are batched: every choice of few; of many all, each one, and all but one.
+    """Return choices of batched tensors: every choice of few; of many: all, each one, all but one.
 
-    All comes first. ``always`` are in every choice.
+    The first choice is all tensors. Each choice contains ``always``.
     """
     seen = set()
     count = len(places)
@@ -105,7 +105,7 @@ def subsets(
 
 
 def physical(examples: Sequence[Tensor], bdim: int) -> Tensor:
-    """The examples stacked at a dim, each laid out in memory as it was if it fills its memory."""
+    """Return the stacked examples, each laid out like the sample if the sample has no gaps."""
     first = examples[0]
     steps = first.stride()
     order = sorted(range(first.dim()), key=lambda d: (-steps[d], d))
@@ -127,10 +127,10 @@ def batch_of(
     rng: random.Random,
     sizes: Sequence[int] = SIZES,
 ) -> Batch:
-    """Batches a case's tensors: for each level those at the places given.
+    """Return the batch of a case; ``levels`` has the batched positions for each level.
 
-    ``where`` the batch dims lie: "first", "last", or "anywhere". Values are ``varied`` from example
-    to example, but where the case says that integers stay.
+    ``where`` is the position of the batch dims: "first", "last", or "anywhere". Values are
+    ``varied`` from example to example, except integers that the case keeps.
     """
     inputs = list(case.tensors)
     dims = []
@@ -149,14 +149,14 @@ def batch_of(
 
 
 def choices_of(case: Case, levels: int, rng: random.Random) -> Iterator[list[tuple[int, ...]]]:
-    """For each way to batch the case, the tensors of each level. Sparse ones are for all alike."""
+    """Yield the batched tensors of each level, for each way to batch a case; not sparse ones."""
     dense = [i for i, x in enumerate(case.tensors) if x.layout is torch.strided]
     inner = list(subsets(dense, case.written))
     if levels == 1:
         yield from ([one] for one in inner)
         return
     for one in inner:
-        # All by all, and each choice with another that is drawn.
+        # All with all, and each choice with a random one.
         others = [rng.choice(inner), inner[0]] if one is inner[0] else [rng.choice(inner)]
         for outer in others:
             yield [one, outer]

@@ -1,7 +1,7 @@
-"""torch's operator database as rows to sweep: its entries, and the variants that each has.
+"""Rows for the sweep: the entries of torch's operator database, with the variants of each.
 
-``rows()`` lists them; ``row.cases(dtype)`` gives functions of tensors alone, with the tensors of
-one sample each. What is done with these is the business of ``sweep``.
+``rows()`` lists them; ``row.cases(dtype)`` yields functions of tensors alone, with the tensors of
+one sample each. ``sweep`` compares transforms of these functions.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Case:
     """One sample of a row: a function of tensors, and the tensors.
 
     Attributes:
-        call: takes as many tensors and returns the tensors among the results.
-        tensors: one example's own.
-        written: those (by place) that the call writes into, so that they are batched in any
-            case. What is in them afterwards comes as the last results, in this order.
-        reshapes: whether a call changes what those are (``squeeze_``), and not their memory.
-        ordered: whether integers must stay in their order (offsets), which torch does not check.
-        differentiable: the places of those to differentiate by.
-        forward: whether torch's tests have forward mode of the entry.
+        call: takes the tensors and returns the tensors among the results.
+        tensors: the arguments of one example.
+        written: the positions of the tensors that the call writes into. They are always batched,
+            and their values after the call are the last results, in this order.
+        reshapes: True if the call changes the shape of the written tensors (``squeeze_``), and not
+            their memory.
+        ordered: True if integers must keep their order (offsets), which torch does not check.
+        differentiable: the positions of the tensors to differentiate by.
+        forward: True if torch's tests cover forward mode for the entry.
     """
 
     call: Callable[..., Results]
@@ -76,15 +77,15 @@ class Row:
     """A way to call an entry of the database.
 
     Attributes:
-        name: the entry's full name, and the variant where it is not the function.
+        name: the entry's full name, with the variant unless it is the function.
         variant: "function", "method", "inplace", "operator" or "out".
-        call: takes what the entry's samples have: an input, and its arguments.
-        dtypes: those the entry lists for the CPU.
-        differentiable: of these, those in which torch can differentiate it.
-        samples: of a type, with requires_grad set or not.
-        checked: how torch's own checks of gradients call it: on the hermitian part of a matrix,
-            say, where derivatives are for hermitian ones.
-        forward: whether torch's tests have forward mode of the entry.
+        call: takes the arguments of the entry's samples.
+        dtypes: those that the entry lists for the CPU.
+        differentiable: those of ``dtypes`` for which torch has a derivative.
+        samples: returns the samples of a dtype, with or without ``requires_grad``.
+        checked: the call in torch's own gradient checks: on the hermitian part of a matrix, for
+            example, if derivatives are defined for hermitian matrices only.
+        forward: True if torch's tests cover forward mode for the entry.
     """
 
     name: str
@@ -98,21 +99,21 @@ class Row:
 
     @property
     def entry(self) -> str:
-        """The name without the variant."""
+        """Return the name without the variant."""
         return self.name.partition(" ")[0]
 
     def cases(self, dtype: torch.dtype, most: int | None, grad: bool = False) -> Iterator[Case]:
-        """The samples as functions of tensors; at most so many, the same ones every time.
+        """Return at most ``most`` samples as functions of tensors: the same ones in each run.
 
-        With ``grad`` they are to be differentiated: results are as the entry says that they have
-        a derivative, and an in-place operator writes into a copy.
+        With ``grad`` the cases are for derivatives: the call returns the results that the entry
+        differentiates, and an in-place operator writes into a copy.
         """
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             samples = list(itertools.islice(self.samples(dtype, grad), 3000))
         if most is not None and len(samples) > most:
-            # The first are the plain ones; of the rest, some of each kind.
+            # The first samples are plain ones; of the rest, take some of each kind.
             chosen = random.Random(0).sample(range(3, len(samples)), max(most - 3, 0))
             samples = [*samples[: min(3, most)], *(samples[i] for i in sorted(chosen))]
         for sample in samples:
@@ -127,7 +128,7 @@ class Row:
         )
         if self.variant == INPLACE and sample.broadcasts_input:
             return
-        # Sparse tensors, which can't be stacked, are the same for every example.
+        # Sparse tensors can't be stacked, so all examples share them.
         places = [
             i
             for i, leaf in enumerate(leaves)
@@ -139,7 +140,7 @@ class Row:
         tensors = tuple(leaves[i] for i in places)
         call = functools.partial(_call, func, leaves, tree, places)
         written, _ = _written(call, tensors)
-        if set(written) & set(by):  # into a copy, as the in-place variants do
+        if set(written) & set(by):  # into a copy, as for in-place variants
             call, written = functools.partial(_of_copies, call), ()
         yield Case(call, tensors, written, differentiable=tuple(by), forward=self.forward)
 
@@ -152,7 +153,7 @@ class Row:
         if self.variant == OUT:
             yield from _out_case(self.call, leaves, tree, places, tensors)
             return
-        # Where the input would be broadcast, torch refuses to write it, or resizes it.
+        # If the input would be broadcast, torch refuses to write into it, or resizes it.
         if self.variant == INPLACE and (places[:1] != [0] or sample.broadcasts_input):
             return
         call = functools.partial(_call, self.call, leaves, tree, places)
@@ -164,7 +165,7 @@ class Row:
 def _differentiable(
     row: Row, process: Callable[[Any], Any], first: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The call with results that have a derivative, into a copy if it writes."""
+    """Return a call for the differentiable results; a call that writes gets a copy."""
     if row.variant == INPLACE:
         first = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, first)
     call = row.call if row.checked is None else functools.partial(row.checked, row.call)
@@ -176,7 +177,7 @@ def _of_copies(call: Callable[..., Results], *tensors: Tensor) -> Results:
 
 
 def tensors_of(out: Any) -> Results:
-    """The tensors among results."""
+    """Return the tensors among the results."""
     return tuple(x for x in optree.tree_leaves(out) if isinstance(x, Tensor))
 
 
@@ -193,20 +194,20 @@ def _call(
 def _with_written(
     call: Callable[..., Results], written: Sequence[int], *tensors: Tensor
 ) -> Results:
-    """The results, and what the call wrote."""
+    """Return the results, followed by the written tensors."""
     return (*call(*tensors), *[tensors[i] for i in written])
 
 
 def _written(
     call: Callable[..., Results], tensors: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], bool]:
-    """Which of its tensors a call writes into, and whether their memory stays as it was."""
+    """Return the positions of the written tensors, and True if their memory stays as it was."""
     own = [x.clone() for x in tensors]
     versions = [x._version for x in own]
     memory = [x.detach() for x in own]
     try:
         call(*own)
-    except Exception:  # whatever torch refuses is found out later
+    except Exception:  # a call that torch refuses is found by the sweep
         return (), False
     changed = [not _same(x, old) for x, old in zip(tensors, memory, strict=True)]
     written = [i for i, x in enumerate(own) if changed[i] or x._version != versions[i]]
@@ -214,7 +215,7 @@ def _written(
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Bit by bit, for there may be nan."""
+    """True if the values are equal bit by bit, NaN included."""
     if x.layout is not torch.strided:
         return True
     return torch.equal(
@@ -229,9 +230,9 @@ def _out_case(
     places: Sequence[int],
     tensors: tuple[Tensor, ...],
 ) -> Iterator[Case]:
-    """``out=``, given tensors of the right shape and type as further arguments.
+    """Return the case with ``out=``: tensors of the right shape and dtype are further arguments.
 
-    None where torch refuses it, or where it gives another result than without (``fft.ihfftn`` over
+    Return None if torch refuses ``out=``, or returns another result with it (``fft.ihfftn`` over
     one dim forgets to conjugate).
     """
     args, kwargs = _arguments(tree, leaves)
@@ -246,7 +247,7 @@ def _out_case(
         return
     if not all(_same(x, y) for x, y in zip(made, tensors_of(results), strict=True)):
         return
-    if any(x.layout is not torch.strided for x in made):  # which can't be stacked
+    if any(x.layout is not torch.strided for x in made):  # sparse tensors can't be stacked
         return
     count = len(tensors)
 
@@ -274,7 +275,7 @@ def _samples_of(info: Any, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
 
 
 def _named(info: Any, seen: dict[str, int]) -> str:
-    """The entry's name; some entries share one."""
+    """Return a unique name for the entry; some entries share one."""
     name = getattr(info, "full_name", info.name).replace(" ", "")
     seen[name] = seen.get(name, 0) + 1
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -292,7 +293,7 @@ def _differentiable_dtypes(info: Any, variant: str) -> frozenset[torch.dtype]:
 
 
 def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """The suffix of the name, the kind and the callable."""
+    """Yield the suffix of the name, the kind and the callable of each variant."""
     yield "", FUNCTION, info.op
     if info.inplace_variant is not None:
         yield "", INPLACE, info.inplace_variant
@@ -315,7 +316,7 @@ def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 def _database_rows() -> Iterator[Row]:
     seen: dict[str, int] = {}
-    in_op_db = {id(info) for info in op_db}  # to compare two entries takes long
+    in_op_db = {id(info) for info in op_db}  # comparing two entries takes long
     for info in itertools.chain(op_db, autograd_function_db, custom_op_db, *FOREACH):
         if "jiterator" in info.name:
             continue  # compiles for a GPU
@@ -362,5 +363,5 @@ def _extra_rows() -> Iterator[Row]:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Every row, in the database's order, and those of our own (``database_extra``)."""
+    """Return every row, in the database's order, followed by the rows of ``database_extra``."""
     return tuple(sorted((*_database_rows(), *_extra_rows()), key=operator.attrgetter("name")))

@@ -1,4 +1,4 @@
-"""Calls that torch's operator database has too few of: convolutions, indexing, writes by index."""
+"""Calls that torch's database covers too little: convolutions, indexing, writes by index."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Make = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Extra:
-    """An entry of our own.
+    """An additional entry.
 
     Attributes:
-        given: from a maker of tensors, the arguments of each sample.
-        writes: whether the first argument is written into.
+        given: takes a function that makes tensors; returns the arguments of each sample.
+        writes: True if the call writes into its first argument.
     """
 
     name: str
@@ -77,7 +77,7 @@ def _convolution(rank: int, transposed: bool) -> Extra:
 
 
 def _indices(make: Make) -> Iterator[tuple[Tensor, Any]]:
-    """A tensor and what it is indexed by."""
+    """Yield tensors with indices for them."""
 
     def ints(high: int, *shape: int) -> Tensor:
         return make(*shape, dtype=torch.int64, low=0, high=high)
@@ -140,7 +140,7 @@ def _getitem() -> Extra:
 
 
 def _get_mask() -> Extra:
-    """Masks that are the same for every example, so that sizes are known."""
+    """Yield masks that all examples share, so that sizes are known."""
 
     def call(x: Tensor, mask: Sequence[Any]) -> Tensor:
         return x[torch.tensor(mask)]
@@ -234,7 +234,7 @@ def _batch_norm() -> Extra:
 
 
 def _cells() -> Iterator[Extra]:
-    """Recurrent networks, whole and by cells."""
+    """Yield recurrent layers, as a whole and cell by cell."""
     for name, gates, hidden in (
         ("lstm", 4, 2),
         ("gru", 3, 1),
@@ -282,7 +282,7 @@ def _cell(name: str, gates: int, hidden: int) -> Extra:
 
 
 def _methods() -> Iterator[Extra]:
-    """Methods that the database leaves out."""
+    """Yield methods that the database lacks."""
 
     def unary(call: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[..., Any]:
         def given(make: Make) -> Iterator[Arguments]:

@@ -26,7 +26,7 @@ from tests.ops.sweep import (
 
 
 def seeded(call: Callable[..., Results]) -> Callable[..., Results]:
-    """Every example draws the same numbers, in the loop as with ``randomness="same"``."""
+    """Seed torch, so that every example draws the same numbers, as with ``randomness="same"``."""
 
     def drawing(*tensors: Any) -> Results:
         torch.manual_seed(0)
@@ -36,10 +36,10 @@ def seeded(call: Callable[..., Results]) -> Callable[..., Results]:
 
 
 def sweep(row: Row, dtype: torch.dtype, mode: Mode, most: int | None = None) -> Iterator[Outcome]:
-    """Every case of a row that has a derivative.
+    """Sweep every differentiable case of a row.
 
-    Draws from a distribution of each example's own, which ``"same"`` refuses, are tried with
-    ``"different"``.
+    ``randomness="same"`` refuses draws from distributions that differ between examples; these cases
+    use "different".
     """
     rng = random.Random(0)
     wheres = ("first",) if MEMORY.search(row.name) else ("first", "last", "anywhere")

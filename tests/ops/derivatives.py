@@ -1,8 +1,8 @@
-"""Derivatives of batches, held to torch's own autograd in a Python loop: modes of ``sweep``.
+"""Modes of ``sweep`` for derivatives of batches, compared with torch's autograd in a Python loop.
 
-``case.differentiable`` says what is differentiated by. What is differentiated is the sum of all
-results that have a derivative, each number with a weight of its own. torch's side differentiates
-one example at a time, on plain tensors.
+The inputs of a derivative are ``case.differentiable``. Its output is a weighted sum of all results
+that have a derivative, with a different weight for each number. The reference differentiates one
+example at a time, on plain tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIFFERENT = "different"
 
 
 class NotDifferentiable(Exception):
-    """torch gives no derivative here."""
+    """torch has no derivative for this call."""
 
 
 def has_derivative(x: Any) -> bool:
@@ -34,7 +34,7 @@ def has_derivative(x: Any) -> bool:
 
 
 def weights(x: Tensor) -> Tensor:
-    """Numbers of the type and shape of ``x``, all different."""
+    """Return different numbers of the dtype and shape of ``x``."""
     w = torch.linspace(0.5, 1.5, max(x.numel(), 1), dtype=torch.float64)[: x.numel()]
     if x.is_complex():
         w = torch.complex(w, w.flip(0) - 0.7)
@@ -42,7 +42,7 @@ def weights(x: Tensor) -> Tensor:
 
 
 def total(outs: Sequence[Tensor], weighted_as: Sequence[Tensor] | None = None) -> Tensor:
-    """One real number; ``weighted_as`` are single examples of batched results."""
+    """Return one real number; ``weighted_as`` has one example of each batched result."""
     examples = outs if weighted_as is None else weighted_as
     parts = [(x * weights(like)).sum() for x, like in zip(outs, examples, strict=True)]
     real = [x.real if x.is_complex() else x for x in parts]
@@ -50,7 +50,7 @@ def total(outs: Sequence[Tensor], weighted_as: Sequence[Tensor] | None = None) -
 
 
 def scalar(f: Function) -> Callable[..., Tensor]:
-    """The function whose gradient is taken; torch's marks of what has none are heeded."""
+    """Return the function to differentiate, of the results that torch can differentiate."""
 
     def one(*tensors: Tensor) -> Tensor:
         outs = [x for x in f(*tensors) if has_derivative(x)]
@@ -62,7 +62,7 @@ def scalar(f: Function) -> Callable[..., Tensor]:
 
 
 def filled(tensors: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """The tensors with others at the places."""
+    """Return the tensors with new values at some positions."""
     out = list(tensors)
     for place, value in zip(places, values, strict=True):
         out[place] = value
@@ -70,14 +70,14 @@ def filled(tensors: Sequence[Any], places: Sequence[int], values: Sequence[Any])
 
 
 def leaves_of(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """Copies of the tensors at the places, for torch to differentiate by."""
+    """Return copies of the tensors at some positions that require grad."""
     return [tensors[i].detach().clone().requires_grad_() for i in places]
 
 
 def torch_pulled(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Any = None, **options: Any
 ) -> Results:
-    """torch's gradients, zeros where there is no path."""
+    """Return torch's gradients, with zeros for inputs that the outputs do not depend on."""
     kept = [i for i, out in enumerate(outs) if out.requires_grad]
     if not kept:
         raise NotDifferentiable("no result depends on the inputs")
@@ -91,7 +91,7 @@ def torch_pulled(
 
 
 def torch_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
-    """One example's gradient."""
+    """Return a function for the gradient of one example."""
 
     def gradient(*tensors: Tensor) -> Results:
         inputs = leaves_of(tensors, places)
@@ -113,7 +113,7 @@ def our_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
 
 
 def gradient_mode(levels: int) -> Mode:
-    """``vmap(grad)``, vmap nested so many times."""
+    """``vmap(grad)`` with several levels of vmap."""
 
     def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -132,7 +132,7 @@ def gradient_mode(levels: int) -> Mode:
 
 
 def _with_drawn(mode: Mode, ours: Run) -> Mode:
-    """With a mode for draws from distributions that differ from example to example."""
+    """Return the mode with a mode for draws from distributions that differ between examples."""
     drawn = Mode(f"{mode.name}, {DIFFERENT}", mode.levels, ours, mode.plain, writes=False)
     return dataclasses.replace(mode, drawn=(drawn,))
 
@@ -140,10 +140,10 @@ def _with_drawn(mode: Mode, ours: Run) -> Mode:
 def _of_batch(
     f: Function, batch: Batch, *, ours: bool, randomness: str = "same", **options: Any
 ) -> Callable[..., Tensor]:
-    """The sum over the batch of the weighted results of its examples."""
+    """Return the function whose result is the sum of the weighted results of all examples."""
 
     def own(*example: Tensor) -> Results:
-        # In memory of its own: for a weight with gaps torch's batch_norm has a wrong gradient.
+        # Use contiguous memory: torch's batch_norm has a wrong gradient for a weight with gaps.
         return f(*[x.clone() for x in example])
 
     def whole(*inputs: Tensor) -> Tensor:
@@ -169,13 +169,13 @@ def _grad_of_loop(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results
 
 
 def _second(grad: Any, case: Case) -> Function:
-    """The gradient of the weighted sum of the gradient."""
+    """Return the gradient of the weighted sum of the gradient."""
     first = grad(scalar(case.call), case.differentiable)
     return grad(scalar(first), case.differentiable)  # type: ignore[no-any-return]
 
 
 def torch_second(case: Case) -> Function:
-    """One example's gradient of the weighted sum of its gradient."""
+    """Return the second derivative of one example, as the gradient of the weighted gradient."""
     places, f = case.differentiable, scalar(case.call)
 
     def second(*tensors: Tensor) -> Results:
@@ -197,17 +197,17 @@ def _loop_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     return out
 
 
-# Second derivatives along a direction, three ways.
+# Second derivatives along a direction, computed in three ways.
 
 
 def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-    """The real inner product."""
+    """Return the real inner product."""
     parts = [(x.conj() * y).sum() for x, y in zip(xs, ys, strict=True)]
     return torch.stack([x.real if x.is_complex() else x for x in parts]).sum()
 
 
 def along(case: Case, way: str) -> Function:
-    """The second derivative along ``direction``, or the gradient of the first one along it."""
+    """Return the second derivative along ``direction``, or the gradient of the first one."""
     places, f = case.differentiable, scalar(case.call)
 
     def second(*tensors: Tensor) -> Results:
@@ -232,7 +232,7 @@ def along(case: Case, way: str) -> Function:
 
 
 def torch_along(case: Case) -> Function:
-    """The same by torch's double backward."""
+    """Return the second derivative along a direction by torch's double backward."""
     places, f = case.differentiable, scalar(case.call)
 
     def second(*tensors: Tensor) -> Results:
@@ -262,12 +262,12 @@ def second_mode(way: str) -> Mode:
 
 
 def direction(x: Tensor) -> Tensor:
-    """A tangent, made number by number, so that each example has its own."""
+    """Return a tangent whose numbers differ from example to example."""
     return x * 0.5 + (1 - 0.3j if x.is_complex() else 1)
 
 
 def torch_pushed(f: Function, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
-    """Values and tangents by torch's forward mode."""
+    """Return values and tangents by torch's forward mode."""
     with forward_ad.dual_level():
         duals = [
             forward_ad.make_dual(x.detach().clone(), t)
@@ -284,20 +284,21 @@ def torch_pushed(f: Function, primals: Sequence[Tensor], tangents: Sequence[Tens
 def torch_pushed_by_pulling(
     f: Function, primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> Results:
-    """The same where an operator has no forward formula: the derivative of the pullback."""
+    """Return values and tangents by the pullback's derivative, if there is no forward formula."""
     inputs = [x.detach().clone().requires_grad_() for x in primals]
     outs = [x for x in f(*inputs) if has_derivative(x)]
     cotangents = [torch.zeros_like(x, requires_grad=True) for x in outs]
     pulled = torch_pulled(outs, inputs, cotangents, create_graph=True)
     if any(type(x.grad_fn).__name__ == "Error" for x in pulled):
-        # What @once_differentiable returns; torch makes zeros of it where the cotangents go unread.
+        # The node of results of @once_differentiable; torch fills in zeros if cotangents are
+        # unused.
         raise NotDifferentiable("its pullback has no derivative")
     pushed = torch_pulled(pulled, cotangents, list(tangents))
     return (*[x.detach() for x in outs], *pushed)
 
 
 def _jvp(case: Case, *, ours: bool) -> Function:
-    """A function of the tensors and, after them, of the tangents."""
+    """Return a function of the tensors, followed by the tangents."""
     count, places = len(case.tensors), case.differentiable
 
     def pushforward(*given: Tensor) -> Results:
@@ -311,7 +312,7 @@ def _jvp(case: Case, *, ours: bool) -> Function:
         if ours:
             values, pushed = tsfunc.jvp(of_primals, primals, tuple(tangents))
             return (*values, *pushed)
-        if not case.forward:  # torch gives some tangent or raises, the pullback may do without
+        if not case.forward:  # torch may need a tangent or raise where the pullback needs none
             try:
                 return torch_pushed_by_pulling(of_primals, primals, tangents)
             except (NotImplementedError, RuntimeError):
@@ -325,7 +326,7 @@ def _jvp(case: Case, *, ours: bool) -> Function:
 
 
 def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: str) -> Any:
-    """The batch with tangents: of both, or of one of primals and tangents only."""
+    """Return the batch with tangents: both primals and tangents are batched, or one of them."""
     (dims,) = batch.dims
     places = case.differentiable
     tangents = [direction(inputs[i]) for i in places]
@@ -344,7 +345,7 @@ def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: st
 
 
 def forward_mode(which: str) -> Mode:
-    """``vmap(jvp)``, with "both" batched or only the "primals" or the "tangents"."""
+    """``vmap(jvp)``; ``batched`` is "both", "primals" or "tangents"."""
 
     def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -381,11 +382,11 @@ def _loop_of_jvp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     return out
 
 
-# Reverse mode with cotangents of their own for each example.
+# Reverse mode with different cotangents for each example.
 
 
 def _vjp(case: Case, *, ours: bool) -> Function:
-    """A function of the tensors and, after them, of a factor of the cotangents."""
+    """Return a function of the tensors, followed by a factor of the cotangents."""
     places = case.differentiable
 
     def pullback(*given: Tensor) -> Results:
@@ -408,7 +409,7 @@ def _vjp(case: Case, *, ours: bool) -> Function:
 
 
 def _with_cotangents(batch: Batch, inputs: Sequence[Tensor]) -> Any:
-    """One example's tensors for all, and a factor for each."""
+    """Return a batch that shares the tensors of one example, with a factor for each example."""
     (dims,) = batch.dims
     first = [x if d is None else x.select(d, 0) for x, d in zip(inputs, dims, strict=True)]
     given = (*first, torch.linspace(1, 2, batch.sizes[0], dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""Rows of the operator database that are not right under vmap, by name, and why.
+"""Rows of the operator database that fail under vmap, by name, with the reason.
 
-What is listed here fails under torch.vmap too, or is impossible; ``docs/coverage.md`` and
-``docs/coverage_derivatives.md`` show it.
+These calls fail under torch.vmap too, or are impossible. ``docs/coverage.md`` and
+``docs/coverage_derivatives.md`` list them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exempt:
-    """Why a row is not right.
+    """The reason why a row may fail.
 
     Attributes:
-        reason: in words.
-        modes: those that it is about; all where empty.
-        dtypes: those that it is about; all where empty.
+        reason: the text for the pages.
+        modes: the modes that may fail; all if empty.
+        dtypes: the dtypes that may fail; all if empty.
     """
 
     reason: str
@@ -48,7 +48,7 @@ EXCEPTIONS: dict[str, Exempt] = {
 
 
 def exception_of(row: str, dtype: str, mode: str) -> Exempt | None:
-    """The exception that a row is, in a type (``"float32"``) and a mode."""
+    """Return the exception for a row, in a dtype (``"float32"``) and a mode."""
     found = EXCEPTIONS.get(row)
     if found is None:
         return None

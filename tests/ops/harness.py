@@ -1,4 +1,4 @@
-"""Runs a row's rule on physical values and compares it with the loop over the operator.
+"""Run a row's rule on physical values and compare it with the loop over the operator.
 
 check(torch.ops.aten.add.Tensor, x, y)            # every choice of batched arguments
 check(op, x, dim=1, choices=[(0,)])               # only args[0] batched
@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc.ops.registry import Row, Splitter, all_rows, find
 
-SIZE = 3  # examples in a batch; other than the sizes that samples use for dims where possible
+SIZE = 3  # examples in a batch; differs from the sizes in samples where possible
 
-# Floating types without arithmetic.
+# Floating dtypes without arithmetic.
 EIGHT_BITS = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
@@ -41,21 +41,21 @@ def uniform(*shape: int) -> torch.Tensor:
 
 
 def overload(name: str) -> Any:
-    """The operator that a row is for: ``aten::add.Tensor`` is ``torch.ops.aten.add.Tensor``."""
+    """Return the overload of a row: ``torch.ops.aten.add.Tensor`` for ``aten::add.Tensor``."""
     space, _, rest = name.partition("::")
     packet, _, which = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet), which or "default")
 
 
 def rows_of(*files: str) -> list[str]:
-    """The rows that are declared in these files of ``tsfunc/ops``."""
+    """Return the rows that some files of ``tsfunc/ops`` declare."""
     ends = tuple(f"/{file}" for file in files)
     return sorted(n for n, r in all_rows().items() if r.source.rpartition(":")[0].endswith(ends))
 
 
 @dataclass
 class Level:
-    """Stands in for the vmap that a rule runs for."""
+    """A stand-in for the vmap that a rule runs for."""
 
     batch_size: int = SIZE
     randomness: str = "error"
@@ -79,7 +79,7 @@ class Level:
 
 
 def vary(x: Tensor, i: int) -> Tensor:
-    """Example ``i`` of a batch made from ``x``: other values of the same domain and shape."""
+    """Return example ``i`` of a batch made from ``x``: other values of its domain and shape."""
     if (x.is_floating_point() or x.is_complex()) and x.dtype not in EIGHT_BITS:
         return x * (1 - i / 16)
     if x.dtype is torch.bool and x.dim() == 0:
@@ -113,7 +113,7 @@ def _replace(args: list[Any], path: tuple[int, int | None], value: Any) -> None:
 
 
 def subsets(count: int, limit: int = 3) -> Iterator[tuple[int, ...]]:
-    """Which tensors are batched: every choice of few, else each one, all, and all but one."""
+    """Return choices of batched tensors: every choice of few, else each, all, and all but one."""
     if count <= limit:
         for k in range(1, count + 1):
             yield from itertools.combinations(range(count), k)
@@ -126,7 +126,7 @@ def subsets(count: int, limit: int = 3) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class Plan:
-    """A call's physical form: what the rule gets, and each example's own arguments."""
+    """A call on physical values: the arguments of the rule, and the arguments of each example."""
 
     dims: list[Any]
     args: list[Any]
@@ -134,7 +134,7 @@ class Plan:
 
 
 def plan(args: Sequence[Any], batched: dict[tuple[int, int | None], int], size: int) -> Plan:
-    """Batches the tensors at the paths given, each with its batch dim where it says."""
+    """Batch the tensors at some paths, each with its batch dim at a position."""
     made = Plan([None] * len(args), list(args), [list(args) for _ in range(size)])
     for path, bdim in batched.items():
         variants = [vary(_at(args, path), i) for i in range(size)]
@@ -159,7 +159,7 @@ def _flat(out: Any, dims: Any) -> list[tuple[Any, Any]]:
 
 
 def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
-    """Compares a rule's result with each example's own."""
+    """Compare a rule's result with the result of each example."""
     got = _flat(out, dims)
     for i, want in enumerate(expected):
         wanted = [w for w, _ in _flat(want, None)]
@@ -174,10 +174,10 @@ def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
             mine = value if bdim is None else value.select(bdim, i)
             assert mine.shape == w.shape, f"{label}: {tuple(mine.shape)} not {tuple(w.shape)}"
             try:
-                # Summing in another order moves the last digits.
+                # Summing in another order changes the last digits.
                 single = w.dtype in (torch.float32, torch.complex64)
                 loose: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if single else {}
-                if w.dtype in EIGHT_BITS:  # torch compares their bits, of which the last may differ
+                if w.dtype in EIGHT_BITS:  # torch compares bits, of which the last one may differ
                     step = torch.finfo(w.dtype)
                     loose = {"rtol": step.eps, "atol": step.eps * step.tiny}
                     assert mine.dtype == w.dtype
@@ -203,7 +203,7 @@ def _clone(args: Sequence[Any]) -> list[Any]:
 
 
 def run_plan(row: Row, op: Any, made: Plan, kwargs: dict[str, Any], what: str) -> bool:
-    """Runs one plan; False where the operator itself refuses some example."""
+    """Run one plan; return False if the operator refuses an example."""
     inplace = is_inplace(op)
     try:
         expected = [op(*_clone(e), **kwargs) for e in made.examples]
@@ -232,11 +232,11 @@ def check(
     seed: int = 0,
     **kwargs: Any,
 ) -> int:
-    """Checks an operator's row on logical sample arguments; how many plans were run.
+    """Check an operator's row on logical sample arguments; return the number of plans that ran.
 
-    ``choices`` are the choices of tensors that are batched (by their order in the
-    arguments); by default all that there are, the first argument always among them where the
-    operator writes it. The batch dims are first, last, and anywhere at random.
+    ``choices`` are the choices of batched tensors, by their order in the arguments. The default is
+    all choices; they contain the first argument if the operator writes it. The batch dims are
+    first, last, and anywhere at random.
     """
     row = find(op.name())
     assert row is not None and row.rule is not None, f"{op.name()} has no rule"
@@ -259,7 +259,7 @@ def check(
 
 @dataclass
 class Call:
-    """One operator call that some program made, its tensors cloned."""
+    """One operator call of a program, with cloned tensors."""
 
     op: Any
     args: list[Any]
@@ -275,7 +275,7 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps each distinct call made while it is active, forward and backward."""
+    """A mode that keeps each distinct call, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -300,7 +300,7 @@ def _sums(out: Any) -> list[Tensor]:
 
 
 def record(fn: Any, *args: Any, backward: bool = True, **kwargs: Any) -> list[Call]:
-    """The operator calls of ``fn`` and of its backward pass."""
+    """Return the operator calls of ``fn`` and of its backward pass."""
     with Recorder() as seen:
         try:
             out = fn(*args, **kwargs)
@@ -308,12 +308,12 @@ def record(fn: Any, *args: Any, backward: bool = True, **kwargs: Any) -> list[Ca
             if sums:
                 torch.stack([s.double() for s in sums]).sum().backward()
         except (RuntimeError, NotImplementedError):
-            pass  # the calls made until then count
+            pass  # keep the calls made before the error
     return list(seen.calls.values())
 
 
 def database_calls(info: Any, dtype: torch.dtype, most: int = 12) -> list[Call]:
-    """The operator calls of an entry of torch's operator database (``op_db``)."""
+    """Return the operator calls of an entry of torch's operator database (``op_db``)."""
     seen: dict[str, Call] = {}
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     samples = info.sample_inputs("cpu", dtype, requires_grad=grad)

@@ -1,13 +1,13 @@
 """A sample of the database with names for its sizes, and the same call at other sizes.
 
-Which sizes of a sample an operator lets change is found by asking it, in one of two ways:
+Trial calls of the operator find the sizes that may change, in one of two ways:
 
-- *apart*: each size of each tensor by itself, then with all that are equal to it, then with all
-  that do not go alone. What changes by itself gets a name of its own, what changes together a
-  common one.
-- *by size*: sizes that are equal in the sample have one name, whatever they are, 0 and 1 too.
+- *apart*: change each size of each tensor alone, then together with all equal sizes, then together
+  with all sizes that can't change alone. A size that changes alone gets a name; sizes that must
+  change together share one.
+- *by size*: equal sizes of the sample share a name, 0 and 1 included.
 
-What can't change stays a number. So the names are found without a look at what is tested.
+A size that can't change stays a number. The names therefore do not depend on the code under test.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.ops.batches import clone
 from tests.ops.database import Case, Results
 from tsfunc import MetaTensorType
 
-# Kernels that read beyond a tensor whose length is not that of the others: there, equal sizes are
-# changed together only, and none is made smaller.
+# Kernels that read out of bounds if sizes disagree. Their equal sizes change together only, and no
+# size shrinks.
 _UNCHECKED = (
     "batch_norm", "segment_reduce", "attention_forward", "embedding_bag", "ctc_loss", "lu_unpack",
     "linear_cross_entropy.chunked",
 )  # fmt: skip
-# Kernels that leave their result as the memory was where there is nothing to add up.
+# Kernels that leave the memory of their result as it was if the sum is empty.
 _UNWRITTEN = ("_scaled_mm",)
 Place = tuple[int, int]  # a tensor, and one of its dims
 Shapes = Sequence[Sequence[int]]
-# What is done to a size to see whether it may change: most operators take any other.
+# Changes of a size that find out if it may change: most operators accept any other size.
 CHANGES: tuple[Callable[[int], int], ...] = (
     lambda n: n + 1,
     lambda n: n + 2,
@@ -52,9 +52,9 @@ class Named:
 
     Attributes:
         case: the case.
-        names: the names of those sizes that may change.
-        others: shapes of its tensors at other sizes, where the operator takes them.
-        small: shapes at which a named size is 0 or 1, where the operator takes them.
+        names: the names of the sizes that may change.
+        others: shapes at other sizes, if the operator accepts any.
+        small: shapes with a named size of 0 or 1, if the operator accepts any.
     """
 
     case: Case
@@ -64,7 +64,7 @@ class Named:
 
     @property
     def shapes(self) -> Shapes:
-        """Those of the sample."""
+        """Return the shapes of the sample."""
         return [tuple(x.shape) for x in self.case.tensors]
 
     def descriptors(self) -> dict[str, MetaTensorType]:
@@ -79,12 +79,12 @@ class Named:
 
 
 def at_shapes(tensors: Sequence[Tensor], shapes: Shapes) -> list[Tensor]:
-    """The tensors made longer or shorter: their values again from the start."""
+    """Return the tensors at other shapes, with their values repeated or cut off."""
     return [_laid_out_as(x, _at_shape(x, shape)) for x, shape in zip(tensors, shapes, strict=True)]
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """A tensor whose dims lie in memory in the order in which those of x do."""
+    """Return a tensor with the memory order of the dims of ``x``."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
     back = sorted(range(x.dim()), key=lambda d: order[d])
     plain = x.layout is not torch.strided or x.is_contiguous()
@@ -106,7 +106,7 @@ def _at_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def inputs_at(case: Case, shapes: Shapes) -> list[Tensor]:
-    """The tensors of a case at other sizes; offsets stay in their order."""
+    """Return the tensors of a case at other sizes; offsets keep their order."""
     found = at_shapes(case.tensors, shapes)
     if not case.ordered:
         return found
@@ -125,9 +125,9 @@ def answer(case: Case, shapes: Shapes) -> Results | None:
 
 
 def _count(case: Case, shapes: Shapes) -> int | None:
-    """How many results there are; None where the operator refuses the sizes.
+    """Return the number of results; None if the operator refuses the sizes.
 
-    A function that returns more tensors for a larger one has a program for each size.
+    A function with more results for larger tensors has a program for each size.
     """
     found = answer(case, shapes)
     return None if found is None else len(found)
@@ -141,19 +141,20 @@ def _changed(shapes: Shapes, places: Sequence[Place], change: Callable[[int], in
 
 
 def named(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
-    """The case of an entry with names apart, or None where none of its sizes may change."""
+    """Return the case of an entry with names found *apart*, or None if no size may change."""
     shapes = [tuple(x.shape) for x in case.tensors]
     if not all(size for shape in shapes for size in shape) or answer(case, shapes) is None:
         return None
     groups = list(_groups(case, shapes, not _is_unchecked(entry)))
     if not _all_together(case, shapes, groups):
-        # Sizes of 1 that are broadcast change by themselves, but not with what they meet.
+        # A broadcast size of 1 may change alone, but not together with the size that it is
+        # broadcast to.
         groups = [g for g in groups if any(shapes[i][d] != 1 for i, d in g)]
     return _with_names(case, shapes, groups, wanted, entry)
 
 
 def named_by_size(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
-    """The case of an entry with a name for each size, or None where none of them may change."""
+    """Return the case of an entry with a name for each size, or None if no size may change."""
     shapes = [tuple(x.shape) for x in case.tensors]
     if answer(case, shapes) is None:
         return None
@@ -198,14 +199,14 @@ def _with_names(
 
 
 def _all_together(case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]]) -> bool:
-    """True if all groups can change at once; one such change may be an accident."""
+    """True if all groups can change at once, in several ways: one success may be chance."""
     return sum(_together(case, shapes, groups, change) for change in CHANGES) > 1
 
 
 def _together(
     case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]], change: Callable[[int], int]
 ) -> bool:
-    """True if all groups can change at once, each to a size of its own."""
+    """True if all groups can change at once, each to a different size."""
     count = _count(case, shapes)
     for k, group in enumerate(groups):
         shapes = _changed(shapes, group, functools.partial(_changed_apart, change, k))
@@ -217,7 +218,7 @@ def _changed_apart(change: Callable[[int], int], k: int, size: int) -> int:
 
 
 def _mixed(groups: int) -> Iterator[tuple[Callable[[int], int], ...]]:
-    """Ways to change all groups at once: each in its own way, then all alike, then fewer."""
+    """Yield ways to change all groups: each differently, then all alike, then fewer groups."""
     if not groups:
         return
     for k in range(len(CHANGES)):
@@ -238,7 +239,7 @@ def _to(size: int, _: int) -> int:
 
 
 def _groups(case: Case, shapes: Shapes, apart: bool) -> Iterator[Sequence[Place]]:
-    """The sizes that may change, those together that change together."""
+    """Return the groups of sizes that may change together."""
     left = []
     for place in _places(shapes):
         if apart and _free(case, shapes, [place]):
@@ -260,7 +261,7 @@ def _places(shapes: Shapes) -> list[Place]:
 
 
 def _equal(shapes: Shapes, places: Sequence[Place]) -> Iterator[Sequence[Place]]:
-    """Those of the places that have the same size."""
+    """Return the positions with the same size."""
 
     def size(place: Place) -> int:
         return shapes[place[0]][place[1]]
@@ -270,14 +271,14 @@ def _equal(shapes: Shapes, places: Sequence[Place]) -> Iterator[Sequence[Place]]
 
 
 def _free(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """True if the operator takes other sizes at these positions."""
+    """True if the operator accepts other sizes at these positions."""
     found = [_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]]
     free = found.count(None) <= 2 and _keeps_count(case, shapes, group)
     return free and not _is_broadcast(case, shapes, group)
 
 
 def _is_broadcast(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """True if sizes of 1 may become the sizes of others, and no other size."""
+    """True if these sizes of 1 are broadcast: they may become the sizes of other tensors only."""
     if any(shapes[i][d] != 1 for i, d in group):
         return False
     unlike = max(size for shape in shapes for size in shape) + 1
@@ -285,7 +286,7 @@ def _is_broadcast(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
 
 
 def _keeps_count(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """True if the number of results is the same at other sizes that the operator takes."""
+    """True if the number of results is the same at all other sizes that the operator accepts."""
     count = _count(case, shapes)
     found = {_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]}
     return found <= {count, None}

@@ -1,4 +1,4 @@
-"""Entries of the operator database without a program for all sizes, by name, and why.
+"""Entries of the operator database without a program for all sizes, by name, with the reason.
 
 ``docs/coverage_named.md`` shows them.
 """

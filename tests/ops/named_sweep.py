@@ -1,9 +1,9 @@
-"""Sweeps the operator database with names for sizes: programs for all sizes, held to the operator.
+"""Sweep the operator database with named sizes: compare programs for all sizes with the operator.
 
-for outcome in sweep(row, torch.float32, NAMED_BY_SIZE): ...
+    for outcome in sweep(row, torch.float32, NAMED_BY_SIZE): ...
 
-A case is right if the program that is traced for the sample agrees with the operator there, at
-three other sizes, and where a named size is 0 or 1; and if sizes of 2 or more need no other one.
+A case passes if the program that is traced for the sample agrees with the operator there, at three
+other sizes, and with a named size of 0 or 1; and if this one program serves all sizes of 2 or more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tsfunc import specialize
 from tsfunc.errors import ConstraintViolation, DataDependentError
 from tsfunc.program.passes.effects import is_random
 
-# Entries whose values are not defined, where they are larger than before.
+# Entries with undefined values in larger results.
 _UNDEFINED = re.compile("empty|resize_")
 NAMED_APART, NAMED_BY_SIZE = "names apart", "names by size"
 WAYS: dict[str, Callable[[Case, str], Named | None]] = {
@@ -34,7 +34,7 @@ WAYS: dict[str, Callable[[Case, str], Named | None]] = {
 
 @functools.cache
 def entries() -> tuple[Row, ...]:
-    """The entries of the database that take strided tensors: their functions alone, once each."""
+    """Return the entries that take strided tensors: the function variant only, once each."""
     return tuple(
         row
         for row in rows()
@@ -46,7 +46,7 @@ def entries() -> tuple[Row, ...]:
 
 
 def type_of(row: Row) -> torch.dtype:
-    """The type that an entry is tried in."""
+    """Return the dtype in which an entry is swept."""
     wanted = (torch.float32, torch.complex64, torch.int64)
     return next((d for d in wanted if d in row.dtypes), min(row.dtypes, key=str))
 
@@ -54,14 +54,14 @@ def type_of(row: Row) -> torch.dtype:
 def sweep(
     row: Row, dtype: torch.dtype, way: str, most: int | None = None, plain: bool = False
 ) -> Iterator[Outcome]:
-    """Every case of a row that has tensors; with ``plain`` the operator alone is run."""
+    """Sweep every case of a row that has tensors; with ``plain``, run the operator alone."""
     for case in row.cases(dtype, most):
         if case.tensors:
             yield judge(case, row.entry, way, plain)
 
 
 def judge(case: Case, entry: str, way: str, plain: bool = False) -> Outcome:
-    """One case with names found in one of the ``WAYS``."""
+    """Judge one case with names found in one of the ``WAYS``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = WAYS[way](case, entry)
@@ -80,7 +80,7 @@ def judge(case: Case, entry: str, way: str, plain: bool = False) -> Outcome:
 
 
 def _with_parameters(case: Case) -> Callable[..., Results]:
-    """The case's function with a parameter for each tensor, which descriptors can speak of."""
+    """Return the case's function with a named parameter for each tensor, for descriptors."""
     names = ", ".join(f"x{i}" for i in range(len(case.tensors)))
     scope: dict[str, Any] = {"call": case.call}
     exec(f"def f({names}): return call({names})", scope)
@@ -89,7 +89,7 @@ def _with_parameters(case: Case) -> Callable[..., Results]:
 
 
 def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, str]:
-    """How the program fares at some sizes."""
+    """Return the verdict on the program at some sizes."""
     want = answer(found.case, shapes)
     assert want is not None
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, s
         return Verdict.DATA, f"{type(error).__name__}: {error}"
     except Exception as error:
         return Verdict.FAIL, f"{type(error).__name__}: {error}"
-    # A seed that is set inside of a function is not set by its program.
+    # A program does not set the seed that its function sets.
     drawn = any(is_random(node) for node in func.program.graph.nodes)
     difference = (shapes_differ if drawn or _UNDEFINED.search(entry) else compare)(got, want)
     if difference:
@@ -111,5 +111,5 @@ def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, s
 
 
 def _is_large(found: Named, shapes: Shapes) -> bool:
-    """True if the named sizes are 2 or more, which one program must serve."""
+    """True if the named sizes are 2 or more; one program must serve all such sizes."""
     return all(shapes[i][d] > 1 for i, d in found.names)

@@ -1,8 +1,8 @@
-"""Calls for every row of the registry, made from its operator's schema.
+"""Calls for every row of the registry, made from the schemas of operators.
 
-The catalogue found by trials which ranks an operator takes together. Sizes agree, numbers follow
-from the names of the arguments (``tsfunc/ops/catalogue/trial_arguments.py``), and values are drawn.
-Where a schema does not say enough, ``registry_examples.py`` has calls written by hand.
+The trials of the catalogue found which ranks an operator accepts together. Sizes agree, numbers
+follow from the names of arguments (``tsfunc/ops/catalogue/trial_arguments.py``), and values are
+random. ``registry_examples.py`` has hand-written calls for schemas that do not determine a call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRIES = 300
 
 
 def calls(name: str) -> Iterator[Call]:
-    """Arguments for an operator, of which it takes at least some."""
+    """Return arguments for an operator, of which it accepts at least some."""
     given = list(examples(name))
     if given:
         yield from given
@@ -50,7 +50,7 @@ def calls(name: str) -> Iterator[Call]:
 def _taken(
     signature: OperatorSignature, ranks: Mapping[str, Sequence[int]], setting: TrialParameters
 ) -> Iterator[Call]:
-    """The calls with one setting that the operator takes."""
+    """Return the calls with one setting that the operator accepts."""
     names = [a.name for a in tensor_arguments(signature, setting)]
     allowed = [[r for r in ranks.get(name, range(5)) if r < 5] for name in names]
     for chosen in itertools.islice(_choices(allowed), _TRIES):
@@ -60,9 +60,9 @@ def _taken(
 
 
 def _ranks(signature: OperatorSignature) -> Mapping[str, Sequence[int]]:
-    """The ranks that trying found for each argument, of a variant its form's; empty: none.
+    """Return the ranks that the trials accepted for each argument; a variant has those of its form.
 
-    What was never taken is not tried here either: some such calls crash the process.
+    Ranks that no trial accepted are left out: some such calls crash the process.
     """
     evidence = lookup(signature.name).evidence
     if not evidence.tried:
@@ -72,7 +72,7 @@ def _ranks(signature: OperatorSignature) -> Mapping[str, Sequence[int]]:
 
 
 def _choices(allowed: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Ranks for all tensors: 2 and then others for all alike, then all combinations."""
+    """Yield ranks for all tensors: 2 for all, then other ranks for all, then all combinations."""
     alike = [(rank,) * len(allowed) for rank in (2, 3, 1, 0, 4)]
     together = [r for r in alike if all(n in ranks for n, ranks in zip(r, allowed, strict=True))]
     seen = set(together)
@@ -83,7 +83,7 @@ def _choices(allowed: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Values in (0, 1), larger on the diagonal of floats, or the indices 0 and 1."""
+    """Return values in (0, 1), with larger diagonals for floats, or the indices 0 and 1."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(0, 2, list(shape)).to(dtype)
     made = torch.rand(list(shape), dtype=torch.float64) * 0.8 + 0.1

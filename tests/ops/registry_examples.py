@@ -1,8 +1,8 @@
-"""Calls of operators whose schema does not say enough of what they take.
+"""Calls of operators whose schemas do not determine valid arguments.
 
-``RECORDED`` are programs, whose operators are recorded on the way forward and back; ``BY_HAND``
-are the calls of single operators; ``ELSEWHERE`` has those whose kernels are for devices that may
-not be here: they are compared by the shapes and dtypes of what they return.
+``RECORDED`` has programs, whose operator calls are recorded in the forward and backward pass.
+``BY_HAND`` has calls of single operators. ``ELSEWHERE`` has calls of operators whose kernels are
+for other devices: the tests compare the shapes and dtypes of their results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def call(*args: Any, **kwargs: Any) -> Call:
 
 
 def wide(*shape: int) -> Tensor:
-    """Values that autograd looks at."""
+    """Return values to which autograd reacts."""
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
@@ -128,7 +128,7 @@ RECORDED: Mapping[str, Callable[[], Any]] = {
 
 @functools.cache
 def recorded() -> dict[str, list[Call]]:
-    """The calls of these programs, by operator."""
+    """Return the calls of these programs, by operator."""
     found: dict[str, list[Call]] = {}
     for program in RECORDED.values():
         for each in record(lambda program=program: _leaves(program())):
@@ -143,7 +143,7 @@ def _leaves(out: Any) -> list[Tensor]:
 
 
 def _spread() -> list[Call]:
-    """scatter and its like with a reduction."""
+    """Return the calls of scatter and similar operators with a reduction."""
     index = torch.tensor([[0, 1, 2], [2, 0, 1]])
     return [call(plain(3, 3), 0, index, plain(2, 3), reduce=how) for how in ("add", "multiply")]
 
@@ -311,7 +311,7 @@ def _image() -> Tensor:
 
 
 def _drawn() -> list[Tensor]:
-    """Stands for the lengths or the seed that a kernel of a GPU hands to its backward kernel."""
+    """Return stand-ins for lengths or seeds that a GPU kernel passes to its backward kernel."""
     return [torch.empty(0, dtype=torch.int64, device="meta") for _ in range(2)]
 
 
@@ -356,7 +356,7 @@ ELSEWHERE: Mapping[str, Calls] = {
     "aten::_masked_scale": lambda: [call(meta(2, 3), meta(2, 3).byte(), 2.0)],
 }  # fmt: skip
 
-# Rows that no machine without their device can try, and why.
+# Rows that can't be tried without their device, with the reason.
 UNTRIED: Mapping[str, str] = {
     "aten::convolution_overrideable": "a hook for backends that are not torch's own",
     "aten::convolution_backward_overrideable": "a hook for backends that are not torch's own",
@@ -370,8 +370,7 @@ UNTRIED: Mapping[str, str] = {
 }
 
 
-# Rows whose calls hang together with others, or that speak of all examples at once, and where
-# each is tested.
+# Rows whose calls depend on each other, or read all examples at once, and the test of each.
 RUN_BY_HAND: Mapping[str, str] = {
     **dict.fromkeys(
         rows_of("sparse.py", "compressed.py"), "tests/ops/test_sparse.py::test_each_row_is_met"
@@ -389,7 +388,7 @@ RUN_BY_HAND: Mapping[str, str] = {
     "aten::_is_any_true": "tests/ops/test_registry.py::test_assertions_are_for_all_examples",
     "aten::resize_": "tests/transforms/test_inplace.py::test_resize",
 }
-# How many of the results are guaranteed; the others are for the backward kernel alone.
+# The number of results with defined values; the other results are for the backward kernel alone.
 FIRST_RESULTS: Mapping[str, int] = {
     "aten::_ctc_loss": 1,
     "aten::_ctc_loss.Tensor": 1,
@@ -400,5 +399,5 @@ FIRST_RESULTS: Mapping[str, int] = {
 
 
 def examples(name: str) -> Iterator[Call]:
-    """The calls that are given here for an operator."""
+    """Return the calls in this file for an operator."""
     yield from BY_HAND[name]() if name in BY_HAND else recorded().get(name, ())

@@ -1,10 +1,10 @@
-"""Sweeps the database: batches a case in many ways and holds a transform to the plain loop.
+"""Sweep the database: batch each case in many ways and compare a transform with the plain loop.
 
     for outcome in sweep(row, torch.float32, VMAP): ...
 
-A ``Mode`` says what is compared: what tsfunc's transforms give for a batch, and what a Python loop
-with nothing of ours in it gives. Other modes are made from ``mapped`` and ``looped``: for
-vmap(grad), ``mapped(ours_grad(f), batch)`` and ``looped(torch_grad(f), batch)``.
+A ``Mode`` defines the comparison: tsfunc's transforms of a batch, and a Python loop that uses torch
+alone. Other modes are made from ``mapped`` and ``looped``: for vmap(grad), ``mapped(ours_grad(f),
+batch)`` and ``looped(torch_grad(f), batch)``.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tests.ops.database import Case, Results, Row
 from tsfunc.bridge.batch import fallback
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
-# Entries that address memory: the batch dim comes first, so that examples lie in it as they are.
+# Entries that address memory: their batch dim comes first, so that each example is contiguous.
 MEMORY = re.compile(r"as_strided")
-# Entries whose values are not defined.
+# Entries with undefined values.
 UNDEFINED = re.compile(r"empty")
-# What randomness="same" can't be asked for, where examples have distributions of their own.
+# The refusal of randomness="same" for distributions that differ between examples.
 ONE_FOR_ALL = "does not currently support same randomness"
 
 
 class Verdict(enum.IntEnum):
-    """The outcome of a case; a row's outcome is the highest of its cases."""
+    """The outcome of a case; a row's outcome is the largest of its cases."""
 
-    NONE = 0  # torch itself refuses: nothing to compare
+    NONE = 0  # torch itself refuses the call
     OK = 1
-    SPLIT = 2  # right with data_dependent="split", and a clear error without
+    SPLIT = 2  # right with data_dependent="split", and a clear error without it
     LOOP = 3
-    DATA = 4  # a size or a Python value that differs from example to example: refused
+    DATA = 4  # refused: a size or a Python value differs from example to example
     FAIL = 5
     WRONG = 6
 
@@ -54,8 +54,8 @@ class Mode:
     """A comparison of two functions, which get separate inputs and return stacked results.
 
     Attributes:
-        split: what is tried where ``ours`` refuses a value that differs between examples.
-        writes: whether what a case writes is to be seen in the inputs afterwards.
+        split: the function to try if ``ours`` refuses a value that differs between examples.
+        writes: True if the writes of a case must be visible in the inputs afterwards.
         drawn: the modes for cases that draw random numbers.
     """
 
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def vmap_mode(levels: int, randomness: str = "error") -> Mode:
-    """``vmap``, nested so many times."""
+    """``vmap`` with several levels."""
 
     def run(**options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -110,7 +110,7 @@ TOLERANCES = {
     torch.complex32: 1e-2,
     torch.bfloat16: 5e-2,
 }
-# With so few digits, sums are right as far as their largest terms go.
+# In low precision, the error of a sum is relative to its largest terms.
 _SHORT = (torch.float16, torch.bfloat16, torch.complex32)
 
 
@@ -135,7 +135,7 @@ def compare(got: Results, want: Results) -> str:
 
 
 def shapes_differ(got: Results, want: Results) -> str:
-    """For values that are drawn or not defined: what differs in shapes and types."""
+    """Return the differences in shapes and dtypes, for values that are random or undefined."""
     mine, theirs = ([(tuple(x.shape), x.dtype) for x in out] for out in (got, want))
     return "" if mine == theirs else f"{mine}, not {theirs}"
 
@@ -144,7 +144,7 @@ Differ = Callable[[Results, Results], str]
 
 
 def judge(mode: Mode, case: Case, batch: Batch, differ: Differ = compare) -> Outcome:
-    """Runs both sides on one batch."""
+    """Run both sides on one batch."""
     what = str(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,9 +170,9 @@ def judge(mode: Mode, case: Case, batch: Batch, differ: Differ = compare) -> Out
 
 
 def _ours(run: Run, case: Case, batch: Batch) -> tuple[Verdict, str, list[Tensor], Results]:
-    """How our side fared, what it said, its inputs afterwards and its results."""
+    """Return the verdict on our side, its message, its inputs afterwards and its results."""
     mine = batch.fresh()
-    # Warns once an operator: what was warned of before is to be seen again.
+    # The warning is given once for each operator: allow it again.
     fallback._warned.clear()
     try:
         with warnings.catch_warnings():
@@ -196,7 +196,7 @@ def _refused_as_it_lies(case: Case, batch: Batch) -> bool:
 
 
 class _Count(TorchDispatchMode):
-    """How many operators are called."""
+    """A mode that counts the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class _Count(TorchDispatchMode):
 def loops_silently(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> str:
     """Return a message if more examples lead to more operator calls, else the empty string.
 
-    Under data_dependent="split" there may be.
+    Under data_dependent="split" they may.
     """
     counts = []
     for size in (2, 7):
@@ -222,7 +222,7 @@ def loops_silently(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> s
                 warnings.simplefilter("ignore")
                 mode.ours(case, batch, inputs)
         except Exception:
-            return ""  # which is found out elsewhere
+            return ""  # the comparison reports the error
         counts.append(seen.calls)
     if counts[1] <= counts[0]:
         return ""
@@ -230,7 +230,7 @@ def loops_silently(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> s
 
 
 def without_examples(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> Outcome:
-    """A batch of no examples, whose results have the shapes that those of a batch of one have."""
+    """Run a batch of no examples, whose results must have the shapes of a batch of one example."""
     one, none = (
         batch_of(case, chosen, "first", False, random.Random(0), [size] * len(chosen))
         for size in (1, 0)
@@ -244,7 +244,7 @@ def without_examples(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) ->
             return Outcome(Verdict.NONE, what, f"{type(error).__name__}: {error}")
         verdict, message, _, got = _ours(mode.ours, case, none)
     if verdict is Verdict.DATA:
-        return Outcome(Verdict.NONE, what, message)  # of no examples nothing can be asked
+        return Outcome(Verdict.NONE, what, message)  # an empty batch has no value to branch on
     if verdict is not Verdict.OK:
         return Outcome(verdict, what, message)
     empty = tuple(x.new_empty((*[0] * len(chosen), *x.shape[len(chosen) :])) for x in want)
@@ -282,7 +282,7 @@ def drawn_as(kind: str) -> Differ:
         if difference or kind == "same":
             return difference
         for k, (g, w) in enumerate(zip(got, want, strict=True)):
-            # Examples of the loop draw one after another.
+            # The examples of a loop draw one after another.
             if _all_alike(g) and not _all_alike(w):
                 return f"result {k} is the same for every example"
         return ""
@@ -291,7 +291,7 @@ def drawn_as(kind: str) -> Differ:
 
 
 def _all_alike(x: Tensor) -> bool:
-    x = x.to(torch.complex64) if x.dtype is torch.complex32 else x  # which has no comparison
+    x = x.to(torch.complex64) if x.dtype is torch.complex32 else x  # dtypes without comparison
     return x.layout is torch.strided and torch.equal(x, x[:1].expand(x.shape))
 
 
@@ -302,7 +302,7 @@ def sweep_case(
     wheres: Sequence[str] = ("first", "last", "anywhere"),
     differ: Differ = compare,
 ) -> Iterator[Outcome]:
-    """Every choice of batched tensors of one case, the batch dims lying in several ways.
+    """Sweep every choice of batched tensors of one case, with batch dims at several positions.
 
     Values vary from example to example unless torch refuses them.
     """
@@ -322,7 +322,7 @@ def sweep(
     most: int | None = None,
     wheres: Sequence[str] = ("first", "last", "anywhere"),
 ) -> Iterator[Outcome]:
-    """Every case of a row; the first ones also for no examples, and for more of them."""
+    """Sweep every case of a row; the first ones also with no examples, and with more of them."""
     rng = random.Random(0)
     wheres = ("first",) if MEMORY.search(row.name) else wheres
     undefined = UNDEFINED.search(row.name) is not None

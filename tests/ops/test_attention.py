@@ -73,7 +73,7 @@ def test_masks_of_each_example(shape: tuple[int, ...], queries: int | None) -> N
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("batched", [(0, 0), (0, None), (None, 0), (-1, 1)])
 def test_masked_softmax(kind: int, batched: tuple[int | None, int | None]) -> None:
-    """The kernel of fused attention, with each kind of mask."""
+    """All kinds of masks of the fused attention kernel agree with the loop."""
     x = torch.randn(3, 2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     shape = {0: (4, 4), 1: (2, 4), 2: (2, 2, 4, 4)}[kind]
     mask = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1)) > 0.6

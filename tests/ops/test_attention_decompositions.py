@@ -1,7 +1,7 @@
-"""Fused attention written in other operators: results and gradients are those of the formula.
+"""Decompositions of fused attention: results and gradients agree with the formula.
 
-The operators of accelerators can't run on the CPU. Their forms can, so each is held to its
-operator's schema, and to the gradients that autograd finds for the formula.
+The operators for accelerators can't run on the CPU. Their decompositions can, so each one is
+compared with its operator's schema, and with autograd's gradients of the formula.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def schema_of(name: str) -> Any:
 
 
 def call(name: str, form: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call a form as the dispatcher does: by the schema's order, keyword-only arguments by name."""
+    """Call a decomposition as the dispatcher does: keyword-only arguments by name."""
     args, kwargs = [], {}
     for argument in schema_of(name).arguments:
         value = given.get(argument.name.rstrip("_"), argument.default_value)
@@ -103,7 +103,7 @@ def test_dropout_is_left_to_the_operator(name: str) -> None:
 
 
 def test_queries_that_see_no_key() -> None:
-    """Their results, gradients and tangents are zeros, as those of the fused operator."""
+    """Results, gradients and tangents are zeros, as from the fused operator."""
     x, mask = normal(1, 2, 4, 3), torch.ones(4, 4, dtype=torch.bool)
     mask[1] = False
 
@@ -172,7 +172,7 @@ MASKED: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
 
 @pytest.mark.parametrize("name", MASKED)
 def test_derivatives_by_a_mask_that_no_transform_differentiates_by(name: str) -> None:
-    """torch chooses an operator without a derivative by the mask, as no tracer requires grad."""
+    """No tracer requires grad, so torch chooses an operator without a derivative by the mask."""
     sizes = (3, 1, 2) if "vmap" in name else (1, 2)
     query = torch.randn(*sizes, 4, 2, dtype=torch.float64)
     mask = torch.randn(*sizes, 4, 4, dtype=torch.float64)

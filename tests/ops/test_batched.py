@@ -32,7 +32,7 @@ def test_database(entry: Any) -> None:
         row = find(call.op.name())
         if row is None or row.rule is None or "tsfunc/ops/batched.py" not in row.source:
             continue
-        # Indices point into the sample: examples have the same ones.
+        # All examples share the indices, which point into the sample.
         tensors = [a for a in call.args if isinstance(a, torch.Tensor)]
         floats = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
         choices = [floats, floats[:1]]
@@ -65,7 +65,7 @@ def test_patches(lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_interpolation_is_one_kernel(mode: str, dtype: torch.dtype) -> None:
-    """That of bytes rounds in a way of its own."""
+    """One kernel serves the batch: the kernel for bytes rounds differently."""
     x = torch.randint(0, 255, (3, 2, 3, 9, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def f(x: torch.Tensor) -> torch.Tensor:

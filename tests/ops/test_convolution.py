@@ -55,7 +55,7 @@ def test_output_padding() -> None:
 
 @pytest.mark.parametrize("dims", [(None, 0), (0, 0), (1, -1)])
 def test_complex_weights_of_each_example(dims: tuple[int | None, int]) -> None:
-    """torch's kernels take no complex numbers, its functions put real convolutions together."""
+    """torch's kernels refuse complex numbers; its functions combine real convolutions."""
     for spatial, conv in ((1, torch.conv1d), (2, torch.conv2d), (3, torch.conv3d)):
         x = torch.complex(rand(2, 4, *[5] * spatial), rand(2, 4, *[5] * spatial))
         w = torch.complex(rand(3, 6, 4, *[3] * spatial), rand(3, 6, 4, *[3] * spatial))

@@ -1,7 +1,7 @@
-"""The law of vmap on every row of the operator database: a batch is the stacked loop.
+"""The law of vmap on rows of the operator database: a batch is the stacked loop.
 
-A sample of the rows, and the whole as slow tests. ``python -m tools.coverage`` tries more samples
-and types, and writes ``docs/coverage.md``.
+The quick suite takes a sample of the rows, and slow tests take all. ``python -m tools.coverage``
+tries more samples and dtypes, and writes ``docs/coverage.md``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep
 from tools.coverage import PAGES, page, share
 from tools.sweeping import Result, Task, run_task
 
-# Methods and operators of Python call the same ATen operators as the functions.
+# Methods and Python operators call the same ATen operators as the functions.
 CALLED = [row for row in rows() if row.variant in (FUNCTION, INPLACE, OUT)]
 FLOAT = [row for row in CALLED if torch.float32 in row.dtypes]
 RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
 
 
 def other_type(row: Row) -> torch.dtype | None:
-    """One of the row's other types, the same one every time."""
+    """Return another of the row's dtypes: the same one in each run."""
     others = sorted((d for d in row.dtypes if d is not torch.float32), key=str)
     return random.Random(row.name).choice(others) if others else None
 

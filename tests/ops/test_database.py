@@ -1,6 +1,7 @@
-"""Rules on the calls that torch's own operator database makes, forward and backward.
+"""Batching rules on the calls of torch's own operator database, forward and backward.
 
-It finds what samples written by hand forget: odd strides, defaults left out, empty tensors.
+The database covers cases that hand-written samples lack: odd strides, omitted defaults, empty
+tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FILES = (
     "factories.py",
     "variadic.py",
 )
-# Results without defined values, and metadata changes that the harness can't compare.
+# Entries with undefined results, and changes of metadata that the harness can't compare.
 APART = {
     "aten::empty_like",
     "aten::new_empty",
@@ -39,7 +40,7 @@ APART = {
     "aten::transpose_",
     "aten::t_",
     "aten::detach_",
-    "aten::resize_",  # refused where the examples do not lie one after another; tested by itself
+    "aten::resize_",  # refused if examples are not contiguous; another test covers it
 }
 ROWS = set(rows_of(*FILES)) - APART
 # Dense tensors only; jiterator needs a GPU.

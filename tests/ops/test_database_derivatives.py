@@ -1,6 +1,7 @@
-"""The law of the derivative modes on every row of the operator database: a batch is the loop.
+"""The law of the derivative modes on rows of the operator database: a batch is the loop.
 
-A sample of the rows, and the whole in slow tests; ``tools/sweeping`` tries more samples of each.
+The quick suite takes a sample of the rows, and slow tests take all; ``tools/sweeping`` tries more
+samples of each row.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ X = torch.tensor([[7.0, 9.0], [8.5, 7.5]], dtype=torch.float64)
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_tangent_of_a_number_that_is_added() -> None:
-    """torch reads a tensor without dims as a number, and a batch has what each example has."""
+    """torch treats a tensor without dims as a number; each example of a batch is treated alike."""
     numbers = torch.tensor([8.0, -8.0], dtype=torch.float64)
 
     def f(x: Tensor, number: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +114,7 @@ def test_tangents_that_are_wrong_in_torch(name: str) -> None:
 
 
 def test_conditions_tested_by_backward_formulas() -> None:
-    """Products with several zeros: batched if the number of zeros is the same for all examples."""
+    """Products with several zeros run as a batch if all examples have the same number of zeros."""
 
     def f(x: Tensor) -> Tensor:
         return torch.ones(2, dtype=torch.float64).scatter_reduce(0, INDEX, x, "prod").sum()

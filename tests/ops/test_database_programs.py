@@ -1,7 +1,7 @@
-"""The operator database as programs with every size named that may have a name.
+"""The operator database as programs that name every size that may change.
 
-A program that is traced for one sample is to agree with the operator at three other sizes, and
-where a named size is 0 or 1.
+A program that is traced for one sample must agree with the operator at three other sizes, and with
+a named size of 0 or 1.
 """
 
 from __future__ import annotations

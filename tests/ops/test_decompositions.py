@@ -1,4 +1,4 @@
-"""A decomposition that has derivatives computes what its operator computes."""
+"""Differentiable decompositions compute the results of their operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = {**DECOMPOSED, **BACKWARD_DECOMPOSED}
 
 
 def with_true_norms(args: list[Any]) -> list[Any]:
-    """The norms that a weight norm saves are those of its weight, which the decomposition reads."""
+    """Return norms that agree with the weight: the decomposition reads them from the weight."""
     cotangent, v, g, _, dim = args
     dims = [d for d in range(v.dim()) if d != dim % v.dim()]
     norms = torch.linalg.vector_norm(v, 2, dims, True) if dims else v.abs()
@@ -33,14 +33,14 @@ def with_true_norms(args: list[Any]) -> list[Any]:
 
 
 def with_true_statistics(args: list[Any]) -> list[Any]:
-    """The statistics that a batch norm saves are those of its input."""
+    """Return statistics that agree with the input."""
     cotangent, x, weight, running_mean, running_var, _, _, training, eps, *rest = args
     dims = [0, *range(2, x.dim())]
     mean, scale = x.mean(dims), (x.var(dims, correction=0) + eps).rsqrt()
     return [cotangent, x, weight, running_mean, running_var, mean, scale, training, eps, *rest]
 
 
-# Arguments that belong together.
+# Arguments that must agree with each other.
 RELATED = {
     "aten::_weight_norm_differentiable_backward": with_true_norms,
     "aten::batch_norm_backward": with_true_statistics,
@@ -91,13 +91,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_derivatives(name: str) -> None:
-    """Against central differences of the first derivatives, in both modes."""
+    """Second derivatives agree with central differences of the first ones, in both modes."""
     check_grads(tsfunc.grad(lambda x: (FUNCTIONS[name](x) * COTANGENT).sum()), X)
 
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_the_statistics_of_group_norm_have_second_derivatives(which: int) -> None:
-    """Against the formulas of the mean and the scale."""
+    """Second derivatives agree with the formulas of the mean and the scale."""
 
     def statistic(x: Tensor) -> Tensor:
         out: Tensor = torch.ops.aten.native_group_norm(x, None, None, 3, 4, 2, 2, 1e-5)[which]
@@ -115,16 +115,16 @@ def test_the_statistics_of_group_norm_have_second_derivatives(which: int) -> Non
 
 
 def drawn_in_layout(*sizes: int, order: Sequence[int]) -> Tensor:
-    """Return a tensor whose dims lie in memory in an order."""
+    """Return a tensor with a given order of its dims in memory."""
     inverse = [order.index(dim) for dim in range(len(sizes))]
     drawn: Tensor = torch.randn([sizes[dim] for dim in order]).permute(inverse)
     return drawn
 
 
-# The values of the formulas are tested above. The fused kernels read rows with a stride of 1.
+# The tests above cover the values. The fused kernels read rows with a stride of 1.
 @pytest.mark.parametrize("order", [(*first, 3) for first in itertools.permutations(range(3))])
 def test_the_formulas_of_backward_operators_have_their_layouts(order: tuple[int, ...]) -> None:
-    """A program views the results as its trace did, which has the layout of the operator."""
+    """Programs take views of results; the trace has seen the operator's layout."""
     aten = torch.ops.aten
     formulas: dict[str, Any] = {**BACKWARD_DECOMPOSED, **UNDIFFERENTIABLE_DECOMPOSED}
     x, grad = (drawn_in_layout(3, 4, 2, 5, order=order) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Derivatives of batches: calls that were once wrong or refused, and what the modes themselves do.
+"""Derivatives of batches: calls that were once wrong or refused, and tests of the modes themselves.
 
-Those of the operator database are cases of ``database`` too: see its ``differentiable``.
+``database`` has the calls of torch's operator database, see its ``differentiable``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def case(f: Callable[..., Any], *tensors: Tensor) -> Case:
-    """A function of the tensors, to be differentiated by those that it can be by."""
+    """Return the case of a function that is differentiated by its float and complex tensors."""
 
     def call(*given: Tensor) -> tuple[Tensor, ...]:
         out = f(*given)
@@ -61,24 +61,24 @@ def _set(x: Tensor, where: Any, value: Tensor) -> Tensor:
     return x
 
 
-# Each with a word on what was wrong.
+# Each comment states the fault that the case once had.
 CASES: dict[str, Case] = {
-    # Where the bounds alone are batched torch's derivative wrote into a mask that is not.
+    # With only the bounds batched, torch's derivative wrote into an unbatched mask.
     "clamp": case(torch.clamp, rand(4), rand(4) - 0.2, rand(4) + 0.1),
-    # torch's decomposition was recorded a second time, within what it is the derivative of.
+    # torch's decomposition was recorded a second time, inside of the operator's derivative.
     "masked index": case(
         lambda x: torch.ops.aten._unsafe_masked_index(
             x, torch.tensor([True, False, True]), [torch.tensor([0, 5, 2])], 0.5
         ),
         rand(4, 2),
     ),
-    # C++ asks the tracer whether it will be differentiated, and takes a form without derivative.
+    # C++ asks the tracer if it requires grad, and chose an operator without a derivative.
     "bag of embeddings": case(
         lambda w, i: F.embedding_bag(i, w, torch.tensor([0, 2]), mode="sum"),
         rand(6, 2),
         torch.tensor([1, 5, 0, 1]),
     ),
-    # ... and so was what its parts compute of arguments that are not batched.
+    # Operators on the unbatched arguments were chosen without a derivative, too.
     "unbatched in a list": case(lambda x, y: torch.column_stack((x, y)), rand(3), rand(3, 2)),
     "parts in Python": case(
         lambda x, w, u: torch._VF.gru(x, rand(1, 2, 3), [w, u], False, 1, 0.0, False, False, False)[
@@ -88,12 +88,13 @@ CASES: dict[str, Case] = {
         rand(9, 4),
         rand(9, 3),
     ),
-    # A comparison of each example's own wrote into the running statistics after they were saved.
+    # A comparison that differs between examples wrote into the running statistics after they were
+    # saved.
     "batch norm": case(
         lambda x: F.batch_norm(x, x.detach()[0].clone(), x.detach()[1].clone(), training=True),
         rand(4, 3),
     ),
-    # The operator that autograd calls, whose derivative can't do without a weight.
+    # The operator that autograd calls; its derivative needs a weight.
     "batch norm without a weight": case(
         lambda x, bias: torch.ops.aten._batch_norm_with_update(
             x, None, bias, x.detach()[0].clone(), x.detach()[1].clone(), 0.1, 1e-5
@@ -103,7 +104,7 @@ CASES: dict[str, Case] = {
     ),
     # The tangent was squeezed twice.
     "in place into the shape": case(lambda x: x.sin().squeeze_((1, 3)), rand(2, 1, 2, 1)),
-    # Formulas that look up as many places as the values of an index or a mask say.
+    # Formulas whose number of looked-up elements depends on the values of an index or a mask.
     "index fill": case(
         lambda x, i, v: x.index_fill(1, i, v), rand(2, 4), torch.tensor([0, 2, 2, -4]), rand(1)[0]
     ),
@@ -124,10 +125,10 @@ CASES: dict[str, Case] = {
         lambda x, m, v: x.index_put((m,), v, accumulate=True), rand(3, 4), MASK, rand(2, 1)
     ),
     "mask, in place": case(lambda x, m, v: _set(x.sin(), m, v), rand(3, 4), MASK, rand(2, 4)),
-    # Parts of a composite function that read what is not batched went past autograd.
+    # Parts of a composite function that read unbatched tensors bypassed autograd.
     "an index and a number": case(lambda x, i: x[i, 0], rand(4, 3), torch.tensor([1, 2])),
     "to the type of another": case(lambda x, y: x.to(y), rand(2, 3), rand(2, 3).float()),
-    # The factor's formula looks at what the tensor was before it was written.
+    # The factor's formula reads the tensor's value from before the write.
     "renorm in place": case(lambda x: x.clone().renorm_(2, 0, 0.5), rand(3, 2, 4)),
     "a weight for each class": case(
         lambda x, t, w: F.multi_margin_loss(x, t, weight=w),
@@ -135,14 +136,14 @@ CASES: dict[str, Case] = {
         torch.tensor([0, 2, 1]),
         rand(4),
     ),
-    # C++ wrote the powers into memory of no level.
+    # C++ wrote the powers into memory of a plain tensor.
     "powers": case(lambda x: torch.vander(x, 4), rand(3)),
     "powers, rising": case(lambda x: torch.linalg.vander(x), rand(2, 3)),
-    # Its formula takes a view of the indices: there is none where the batch dim lies within.
+    # Its formula takes a view of the indices, which does not exist with the batch dim further in.
     "unpooling": case(
         lambda x, i: F.max_unpool2d(x, i, [2]), *F.max_pool2d(rand(1, 4, 6), 2, return_indices=True)
     ),
-    # Forward mode's lazy zeros came to kernels that take a tracer for a tensor with storage.
+    # Forward mode's lazy zeros reached kernels that need a tensor with storage.
     "dropout": case(lambda x: _seeded(F.dropout, x, 0.4), rand(4, 3)),
     "feature dropout": case(lambda x: _seeded(F.dropout2d, x, 0.4), rand(2, 4, 3, 3)),
 }
@@ -152,7 +153,8 @@ def _positive(x: Tensor) -> Tensor:
     return x @ x.mT + torch.eye(len(x), dtype=x.dtype)
 
 
-# Operators whose tangents torch can't differentiate again: wrong, NaN or refused with it.
+# Operators whose tangents torch can't differentiate again: torch's results are wrong, NaN or an
+# error.
 TWICE: dict[str, Case] = {
     "det": case(torch.linalg.det, rand(3, 3)),
     "slogdet": case(torch.linalg.slogdet, rand(3, 3)),
@@ -223,7 +225,7 @@ def test_tangents_of_plain_tensors_can_be_differentiated_again(name: str) -> Non
 
 
 def test_logcumsumexp_has_second_derivatives() -> None:
-    """With torch's double backward, which takes logarithms of cotangents, they are NaN."""
+    """torch's double backward takes logarithms of cotangents, which gives NaN."""
 
     def f(x: Tensor) -> Tensor:
         return (torch.logcumsumexp(x, 0) * torch.tensor([1.0, -2.0, 3.0])).sum()
@@ -249,7 +251,7 @@ def test_by_ordinary_backward_too() -> None:
 
 @pytest.mark.parametrize("f", [torch.linalg.det, lambda x: torch.linalg.slogdet(x)[1]])
 def test_examples_that_are_contiguous_in_a_batch_that_is_not(f: Callable[..., Any]) -> None:
-    """The example decides if the matrix or its transpose is factored."""
+    """The example's layout decides if the matrix or its transpose is factored."""
     batch = rand(3, 4, 3)[:, :3]
     want = torch.stack([tsfunc.grad(f)(x.clone()) for x in batch])
     torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(batch), want)
@@ -263,7 +265,7 @@ def test_right_derivatives_pass_in_every_mode(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 def test_wrong_derivatives_are_found(mode: Mode) -> None:
-    """The modes hold tsfunc to something else: a function that is another one under a level."""
+    """The modes find a function that computes something else under a level."""
 
     def odd(x: Tensor) -> Tensor:
         return x.sin() * 2 if tsfunc.dispatch.current_levels() else x.sin()
@@ -272,7 +274,7 @@ def test_wrong_derivatives_are_found(mode: Mode) -> None:
 
 
 def test_split_at_places_in_a_tensor() -> None:
-    """C++ looks for the places in memory, which a tracer does not have."""
+    """C++ reads the positions from memory, which a tracer does not have."""
     x, places = rand(3, 5), torch.tensor([1, 3])
 
     def parts(x: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The helpers that rules share."""
+"""Helpers of batching rules."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_memory_order_is_that_of_empty_like(request: pytest.FixtureRequest) -> N
         order = d.memory_order(shape, strides)
         assert d.permuted_back(x.permute(order), order).stride() == x.stride()
         if torch.ops.aten.is_non_overlapping_and_dense(x):
-            continue  # its strides are kept, also those of dims of size 1, which have no order
+            continue  # strides are kept, those of dims of size 1 included
         made = d.dense_strides(shape, order)
         assert made == [*torch.empty_like(x).stride()], (shape, strides)
         assert made == [*d.without_overlaps(x).stride()]

@@ -1,4 +1,4 @@
-"""Numbers drawn for each example have torch's distributions (two samples, Kolmogorov-Smirnov)."""
+"""Random numbers of each example have torch's distributions (two samples, Kolmogorov-Smirnov)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(rows: int = 4) -> Philox:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """The largest difference of the empirical distribution functions."""
+    """Return the largest difference of the empirical distribution functions."""
     got, want = got.flatten().double().sort().values, want.flatten().double().sort().values
     points = torch.cat([got, want])
     below = [torch.searchsorted(x, points, right=True) / len(x) for x in (got, want)]
@@ -31,7 +31,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def alike(got: Tensor, want: Tensor) -> None:
-    """Rejected by chance in one of 10,000 comparisons; the seeds are fixed."""
+    """True unless the test rejects, by chance once in 10,000 comparisons; the seeds are fixed."""
     n, m = got.numel(), want.numel()
     assert distance(got, want) < 2.23 * math.sqrt((n + m) / (n * m))
 
@@ -112,7 +112,7 @@ def test_binomial(trials: int, chance: float) -> None:
 
 
 def test_each_element_has_parameters_of_its_own() -> None:
-    """Also where neighbours take the other of two methods."""
+    """This holds for neighbours that are drawn by different methods, too."""
     rates = torch.tensor([0.0, 0.5, 9.0, 11.0, 500.0], dtype=torch.float64).repeat(4, 2000)
     got = distributions.poisson(draw(), rates).view(-1, 5)
     for i, rate in enumerate(rates[0, :5]):
@@ -128,7 +128,7 @@ def test_bounds_of_uniform_numbers(dtype: torch.dtype) -> None:
 
 
 def test_integers_are_the_upper_bits_of_a_product() -> None:
-    """As Python's own integers have it."""
+    """Python's integers compute the expected bits."""
     for low, span in [(0, 1), (-3, 7), (5, (1 << 32) + 1), (-(1 << 63), (1 << 64) - 1)]:
         torch.manual_seed(1)
         got = distributions.integers(draw(1), 50, low, span)[0].tolist()

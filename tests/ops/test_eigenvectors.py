@@ -16,7 +16,7 @@ STEP = 1e-6
 
 
 def of_eig(a: Tensor) -> Tensor:
-    """A function of a general matrix that does not depend on the phases of its eigenvectors."""
+    """Return a function of a matrix that does not depend on the phases of its eigenvectors."""
     values, vectors = torch.linalg.eig(a)
     return torch.cat([(vectors * values.unsqueeze(-2)).abs().flatten(), values.real])
 
@@ -37,12 +37,12 @@ def of_svd(a: Tensor) -> Tensor:
 
 
 def of_parts(func: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function of the real and imaginary parts of a matrix."""
+    """Return the function of the real and imaginary parts of a matrix."""
     return lambda parts: func(torch.complex(parts[0], parts[1]))
 
 
 def rotation(seed: int) -> Tensor:
-    """A real matrix with a pair of complex eigenvalues, far from each other."""
+    """Return a real matrix with a pair of distant complex eigenvalues."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, 3, dtype=torch.float64, generator=generator) / 5
     turn = torch.tensor([[0.0, -2.0, 0.3], [2.0, 0.5, 0.0], [0.1, 0.2, 4.0]], dtype=torch.float64)
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor]]] = {
 
 
 def differences(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The Jacobian of a function by central differences, with the input's dims last."""
+    """Return the Jacobian of a function by central differences, with the input's dims last."""
     flat = [
         (func(x + STEP * e) - func(x - STEP * e)) / (2 * STEP)
         for e in torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
@@ -107,7 +107,7 @@ def test_third_derivatives(name: str) -> None:
 
 
 def test_the_gradient_of_complex_singular_vectors_under_vmap() -> None:
-    """torch compares the cotangents in C++, for all examples at once here."""
+    """torch compares the cotangents in C++; here it does so for all examples at once."""
     seed = int(torch.randint(1 << 20, ()))
     print(f"seed {seed}")
     batch = torch.stack([parts(seed + i) for i in range(4)])

@@ -1,4 +1,4 @@
-"""Factories and random operators: shapes and types as an example's, and who shares which draw."""
+"""Factories and random operators: shapes and dtypes as for one example, and shared or own draws."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_ranges_with_batched_ends_equal_the_loop(name: str) -> None:
         ends = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in ends]
         assert check(op, *ends, *SPACES[name][2:])
     if name.startswith("linspace"):
-        # Steps that a float holds exactly: where others are cut off is up to the kernel.
+        # Steps that a float holds exactly: kernels cut off other steps differently.
         whole = [a * 0 + 16 if isinstance(a, torch.Tensor) else a for a in SPACES[name][:2]]
         assert check(op, *whole, 2, dtype=torch.int64)
 
@@ -153,7 +153,7 @@ def wants_generator(name: str) -> dict[str, Any]:
 
 
 def first(out: Any) -> Any:
-    """The result of those that have several, and its batch dim."""
+    """Return the first result, and its batch dim."""
     value, bdim = out
     return (value[0] if isinstance(value, tuple) else value), bdim
 
@@ -294,7 +294,7 @@ def test_rrelu_with_noise(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (3, 0), (3, 7), (3, 5, 4)])
 def test_rrelu_draws_the_same_as_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """torch draws for negative elements only: which number one gets depends on the others."""
+    """torch draws for negative elements only, so the other elements change a draw."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rrelu(x, 0.1, 0.9, training=True)

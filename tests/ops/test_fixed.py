@@ -125,7 +125,7 @@ def test_trilinear() -> None:
 
 @pytest.mark.parametrize("dims", [(-1, None), (None, 1), (1, -1), (0, 2)])
 def test_kron(dims: tuple[int | None, int | None]) -> None:
-    """Its product is seen in another shape, wherever the examples came to lie in it."""
+    """The product is reshaped, whatever the memory order of the examples is."""
     x, y = rand(5, 4), rand(10, 2)
     inputs = [
         v if d is None else torch.stack([v, v + 1, v * 2], d)

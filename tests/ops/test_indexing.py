@@ -35,7 +35,7 @@ def test_gather_without_dims() -> None:
 @pytest.mark.parametrize("suffix", ["", "_"])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_scatter(suffix: str, dim: int) -> None:
-    # Different places within each line, so that what is written last is certain.
+    # Distinct positions in each line, so that the last write is determined.
     index = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).argsort(dim)[:4, :4]
     index = index.clamp(max=3) if suffix else index.remainder(4)
     index = torch.stack([torch.randperm(4) for _ in range(4)])
@@ -165,7 +165,7 @@ def test_batched_masks_are_refused() -> None:
     x = normal(3, 4)
     with pytest.raises(DataDependentError, match=r"torch\.where"):
         found.rule(aten.index.Tensor, Level(), [0, [0]], [x, [x > 0]], {})
-    # Writing one value everywhere needs no sizes that depend on the mask.
+    # Writing one value everywhere needs no data-dependent size.
     assert check(aten.index_put.default, normal(4, 5), [normal(4, 5) > 0], normal())
     assert check(aten.index_put_.default, normal(4, 5), [normal(4) > 0], normal(1))
 

@@ -18,7 +18,7 @@ Params = dict[str, Tensor]
 
 
 class First(nn.Module):
-    """The first result of a layer that returns several."""
+    """Return the first result of a layer with several."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

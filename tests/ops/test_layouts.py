@@ -1,4 +1,4 @@
-"""Examples are laid out in memory as torch lays out the result of one."""
+"""Results of a batch have the memory layout of the result for one example."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def positive(*shape: int) -> torch.Tensor:
     return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
 
 
-# Operators that torch has up to 2.13.
+# Operators that torch removed after 2.13.
 OLDER = [aten.cholesky] if hasattr(aten, "cholesky") else []
 LEADS: list[tuple[int, ...]] = [(), (2,)]
 
@@ -43,7 +43,7 @@ def test_functions_of_one_matrix(lead: tuple[int, ...]) -> None:
 
 
 def test_matrix_exp_of_many_matrices() -> None:
-    """The kernel takes matrices along several dims only if these lie one after another."""
+    """The kernel accepts matrices along several dims only if those dims are contiguous."""
     x = normal(5, 4, 4, 2) / 4
     want = torch.stack([torch.matrix_exp(e) for e in x.unbind(-1)])
     torch.testing.assert_close(tsfunc.vmap(torch.matrix_exp, -1)(x), want)
@@ -105,7 +105,7 @@ def test_lstsq(driver: str) -> None:
         for m, n in ((5, 3), (3, 5), (4, 4)):
             args = (normal(*lead, m, n), normal(*lead, m, 2))
             assert check(aten.linalg_lstsq.default, *args, driver=driver)
-            if lead:  # without leading dims the kernel takes no vector
+            if lead:  # without leading dims the kernel refuses a vector
                 args = (normal(*lead, m, n), normal(*lead, m))
                 check(aten.linalg_lstsq.default, *args, driver=driver)
 

@@ -1,4 +1,4 @@
-"""Losses and their gradients against the loop: reductions are for each example by itself."""
+"""Losses and their gradients against the loop: reductions run over each example separately."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_ctc_loss() -> None:
     x = rand(6, 2, 5).log_softmax(-1)
     targets = ints(4, 2, 3) + 1
     forward, backward = aten._ctc_loss.default, aten._ctc_loss_backward.default
-    # Of shorter sequences the kernel leaves a part of its second result as it was.
+    # For sequences shorter than the longest one, the kernel leaves part of its second result
+    # unwritten.
     lengths = ([6, 6], [3, 3])
     assert check(forward, x, targets, *lengths, choices=[(0,), (0, 1), (1,)])
     loss, alpha = forward(x, targets, *lengths)
@@ -124,7 +125,7 @@ def test_ctc_loss() -> None:
 @pytest.mark.parametrize("as_tensors", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_programs_of_derivatives_of_ctc_loss(reduction: str, as_tensors: bool) -> None:
-    """The size of the paths' probabilities is from the longest target, which is data."""
+    """The size of the paths' probabilities depends on the longest target, which is data."""
 
     def f(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         steps, count, longest = len(x), x.shape[1], targets.shape[1]
@@ -229,7 +230,7 @@ def _check_constants(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor])
 def _check_pushed(
     f: Callable[..., torch.Tensor], at: tuple[torch.Tensor, ...], tangents: tuple[torch.Tensor, ...]
 ) -> None:
-    """Check the tangents of a function, also by transforms and programs, by differences."""
+    """Compare the tangents of a function, of transforms of it and of programs with differences."""
 
     def shifted(by: float) -> torch.Tensor:
         return f(*(x + by * t for x, t in zip(at, tangents, strict=True)))

@@ -36,7 +36,7 @@ def scaled(x: Tensor, eps: float) -> Tensor:
 
 
 def repeated(x: Tensor) -> Tensor:
-    """Two equal samples of two channels."""
+    """Return two equal samples of two channels."""
     return x[0].expand(2, 2)
 
 
@@ -127,7 +127,7 @@ def pushed(func: Function) -> Function:
 
 
 def of_batch(func: Function, bdim: int) -> Function:
-    """The gradient of the sum of a batch: the transforms in the other order."""
+    """Return the gradient of the sum of a batch: the transforms in the other order."""
     return lambda x: grad(lambda x: vmap(func, bdim)(x).sum())(x).movedim(bdim, 0)
 
 

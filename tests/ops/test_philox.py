@@ -8,7 +8,7 @@ import torch
 from tests.ops.harness import Level
 from tsfunc.ops.philox import Philox, philox
 
-# Random123's known answers for Philox 4x32-10: counter, key, what comes out.
+# Random123's known answers for Philox 4x32-10: counter, key, result.
 ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000",
      "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

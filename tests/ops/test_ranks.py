@@ -1,4 +1,4 @@
-"""Functions that name dims, on examples of every small rank: vmap gives, or raises, what the loop
+"""Functions that take dims, on examples of every small rank: vmap returns or raises what the loop
 over the examples does.
 """
 

@@ -173,7 +173,7 @@ def test_values_of_sparse_examples_along_any_dim(bdim: int) -> None:
 @each(("gather", "shard"), list(itertools.product((0, 1, -1), (0, 2, -1))))
 @each("bdim", [0, 1, 3])
 def test_exchanged_dims_are_those_of_an_example(gather: int, shard: int, bdim: int) -> None:
-    """Any function of two dims stands in for the exchange, which needs several processes."""
+    """A function of two dims stands in for the exchange, which needs several processes."""
 
     def exchange(x: Tensor, gather: int, shard: int, group: str) -> Tensor:
         assert group == "group" and x.is_contiguous()

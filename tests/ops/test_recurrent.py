@@ -39,7 +39,7 @@ def test_lstm_layer(biased: bool, reverse: bool, chosen: tuple[int, ...]) -> Non
     op, args, options = aten.mkldnn_rnn_layer.default, layer_args(biased), flags(biased, reverse)
     made = plan([*args, *options], {(i, None): args[i].dim() for i in chosen}, 3)
     outs, bdims = row.rule(op, Level(), made.dims, made.args, {})
-    # The last result is memory for the kernel's own backward pass.
+    # The last result is the kernel's workspace for its backward pass.
     compare(outs[:3], bdims[:3], [op(*example)[:3] for example in made.examples], "layer")
 
 
@@ -66,7 +66,7 @@ def test_lstm_layer_backward(biased: bool, reverse: bool) -> None:
     outs, out_dims = row.rule(op, Level(), bdims, [*stacked, *kinds, torch.empty(0)], {})
     assert out_dims == 0
     for k, (mine, *theirs) in enumerate(zip(outs, *expected, strict=True)):
-        if biased or k not in (3, 4):  # without biases their gradients mean nothing
+        if biased or k not in (3, 4):  # without biases their gradients are undefined
             torch.testing.assert_close(mine, torch.stack(theirs), rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Reductions and scans: every form of each, and scalars, which answer to dim 0 and -1."""
+"""Reductions and scans: every form of each; scalars accept dim 0 and -1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_by_dims(name: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     ran = 0
     for dims in DIM_LISTS:
-        # These take no None, and torch's own logsumexp fails for an empty list.
+        # These functions refuse None, and torch's own logsumexp fails for an empty list.
         if dims is None and name in ("amax", "amin", "logsumexp", "special_logsumexp"):
             continue
         ran += runs(name, x, dims) + runs(name, x, dims, True)

@@ -1,4 +1,4 @@
-"""torch's reference implementations in Python, whose primitives are run by torch's functions."""
+"""torch's reference implementations in Python; torch's functions run their primitives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import python_ref_db
 
-# Random, decided by data, of undefined values, or addressing memory that the example has not.
+# Random, data-dependent, with undefined values, or addressing memory outside of the example.
 APART = """
     cauchy exponential geometric log_normal normal normal_ equal item narrow tensor_split empty_like
     new_empty new_empty_strided empty_permuted allclose as_strided nn.functional.dropout
@@ -73,6 +73,6 @@ def test_every_reference(info: Any) -> None:
 
 
 def test_the_implementation_attribute_of_a_primitive() -> None:
-    """Private to torch: without it the primitives would loop."""
+    """The attribute is private to torch: without it the primitives would loop."""
     for name in ("sin", "add", "broadcast_in_dim", "svd"):
         assert callable(getattr(torch.ops.prims, name).default.impl_aten)

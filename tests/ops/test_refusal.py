@@ -1,4 +1,4 @@
-"""The batch refuses the calls that torch refuses for each example, and takes the others."""
+"""A batch raises for the calls that torch refuses for one example, and accepts the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SIZE = 3  # of the batch; also a size of examples, so that one may be taken for the other
+SIZE = 3  # the batch size, which some examples have as a size, so that a rule could confuse the two
 
 Call = Callable[..., Any]
 
@@ -45,7 +45,7 @@ def taken(call: Callable[[], Any]) -> bool:
 
 
 def batched(values: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], tuple[Any, ...]]:
-    """The values, some of them three times, and the in_dims."""
+    """Return the values, some of them stacked three times, and their in_dims."""
     out = [torch.stack([x] * SIZE) if b else x for x, b in zip(values, which, strict=True)]
     return out, tuple(0 if b else None for b in which)
 
@@ -63,7 +63,7 @@ def test_products_of_unequal_sizes_are_refused(name: str, data: st.DataObject) -
     which = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
     inputs, in_dims = batched(values, which)
     with warnings.catch_warnings():
-        # What only the loop can do is right as well.
+        # Some correct calls run in a loop, which warns.
         warnings.simplefilter("ignore", tsfunc.errors.SlowFallbackWarning)
         wanted = taken(lambda: op(*values))
         assert taken(lambda: tsfunc.vmap(op, in_dims)(*inputs)) == wanted
@@ -89,7 +89,7 @@ SOLVERS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_a_vector_is_no_matrix(name: str) -> None:
-    """Not even where there are as many examples as it is long."""
+    """This holds even if the vector's length is the number of examples."""
     vectors = torch.ones(SIZE, SIZE)
     with pytest.raises(RuntimeError, match="dimension"):
         DECOMPOSITIONS[name](vectors[0])
@@ -238,7 +238,7 @@ def test_a_mask_of_another_size_is_refused(name: str) -> None:
         tsfunc.vmap(call)(torch.stack([x] * SIZE))
 
 
-# What the rules let pass because torch's check is of values, or of Python's arguments.
+# Rules accept these calls: torch's check reads values, or Python's arguments.
 UNSEEN = {"clamp_min", "clamp_max", "masked_fill"}
 
 

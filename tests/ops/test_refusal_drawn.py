@@ -1,4 +1,4 @@
-"""Drawn calls that torch refuses for one example are refused for a batch, and in a program.
+"""Random calls that torch refuses for one example are refused for a batch, and in a program.
 
 The calls are samples of torch's operator database with one change: a tensor of another rank, size
 or dtype, or another integer. Seeds are fresh and printed.
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SIZE = 3  # of the batch
+SIZE = 3  # the batch size
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
 DTYPES = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.complex64)
 NUMBERS = (-9, -1, 0, 1, 2, 3, 17)
@@ -34,7 +34,7 @@ UNSAFE = {
     "as_strided",  # addresses the memory of the batch: tests/transforms/test_strided_views.py
     "native_batch_norm",  # running statistics of another length
 }  # fmt: skip
-# Families whose batched kernels accept more than one example does.
+# Families whose batched kernels accept more calls than their kernels for one example.
 QUICK = """
     addmm addmv addbmm baddbmm addr expand complex heaviside gradient masked_scatter masked_select
     index_add native_layer_norm nn.functional.layer_norm
@@ -51,7 +51,7 @@ QUICK = """
 
 
 def changed(rng: random.Random, leaves: Sequence[Any]) -> list[Any] | None:
-    """Return the arguments with one drawn change; None if the change does not apply."""
+    """Return the arguments with one random change; None if the change does not apply."""
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) or type(x) is int]
     if not places:
         return None
@@ -106,16 +106,16 @@ def refused_calls(op: Any, rng: random.Random, tries: int) -> Iterator[tuple[Any
         try:
             call([x.clone() if isinstance(x, Tensor) else x for x in leaves])
         except NotImplementedError:
-            pass  # a kernel is missing, which does not say that the call is wrong
+            pass  # a kernel is missing, so the call itself may be valid
         except REFUSALS as error:
-            if "INTERNAL ASSERT FAILED" not in str(error):  # a fault in torch, not a refusal
+            if "INTERNAL ASSERT FAILED" not in str(error):  # a fault of torch, not a refusal
                 yield call, leaves, str(error)
         except Exception:
             pass
 
 
 def accepts(function: Callable[..., Any], values: Sequence[Any]) -> bool:
-    """True if the call raises nothing."""
+    """True if the call does not raise."""
     try:
         function(*values)
     except Exception:

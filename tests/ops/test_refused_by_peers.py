@@ -1,7 +1,7 @@
-"""Calls that torch.vmap gets wrong, loops over or refuses, compared with the Python loop.
+"""Calls that torch.vmap computes wrongly, loops over or refuses, compared with the Python loop.
 
-One test for each operator or kind of call, plainly named. ``check`` calls the function for every
-example and stacks the results; ours may not loop.
+Each operator or kind of call has one test. ``check`` calls the function for every example and
+stacks the results; tsfunc may not loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 def check(f: Callable[..., Any], *args: Tensor, in_dims: Any = 0, **options: Any) -> None:
-    """``vmap(f)`` is the stacked loop, with no loop of its own."""
+    """Check that ``vmap(f)`` is the stacked loop, and runs no loop itself."""
     dims = (in_dims,) * len(args) if in_dims is None or isinstance(in_dims, int) else in_dims
     pairs = list(zip(args, dims, strict=True))
     size = next(x.shape[d] for x, d in pairs if d is not None)
@@ -51,7 +51,7 @@ def check(f: Callable[..., Any], *args: Tensor, in_dims: Any = 0, **options: Any
 
 
 def everywhere(f: Callable[..., Any], *examples: Tensor) -> None:
-    """``check`` for every choice of batched arguments, the batch dim first, last and between."""
+    """``check`` every choice of batched arguments, with the batch dim first, last and between."""
     several = [torch.stack([x, x.roll(1) if x.dim() else x, x.flip(0) if x.dim() else x])
                for x in examples]  # fmt: skip
     for chosen in itertools.product((True, False), repeat=len(examples)):
@@ -67,7 +67,7 @@ def everywhere(f: Callable[..., Any], *examples: Tensor) -> None:
 
 
 def refused_but_split(f: Callable[..., Any], *args: Tensor, in_dims: Any = 0) -> None:
-    """A clear error, and with ``data_dependent="split"`` the loop's results."""
+    """Check for a clear error, and for the loop's results with ``data_dependent="split"``."""
     with pytest.raises(DataDependentError, match="split"):
         vmap(f, in_dims=in_dims)(*args)
     check(f, *args, in_dims=in_dims, data_dependent="split")
@@ -89,7 +89,7 @@ def test_column_stack() -> None:
 
 @pytest.mark.parametrize("name", ["to", "float", "double", "half", "int", "bool", "clone"])
 def test_casts_with_a_memory_format(name: str) -> None:
-    """Also what the strides of each example are."""
+    """The strides of each example agree, too."""
     images = rand(B, 2, 3, 4, 5)
     args = (torch.float64,) if name == "to" else ()
 
@@ -116,7 +116,7 @@ def test_channels_last_is_kept() -> None:
         return out
 
     check(f, images)
-    assert seen[0] == seen[-1]  # those of plain examples, and those of the batch
+    assert seen[0] == seen[-1]  # the strides of plain examples, and those of the batch
 
 
 def test_not_contiguous() -> None:
@@ -155,7 +155,7 @@ def test_slices_from_a_batched_place() -> None:
     check(lambda x, i: x[i : i + 1], x, i)
     check(lambda x, i: x[i], x, i)
     check(lambda x, i: x[i], x[0], i, in_dims=(None, 0))
-    # Of a tensor from outside torch asks a slice for Python's numbers, and nothing else.
+    # Indexing a plain tensor by a slice, torch reads the bounds as Python numbers in any case.
     refused_but_split(lambda x, i: x[i : i + 1], x[0], i, in_dims=(None, 0))
     check(lambda x, i: x.narrow(0, i, 1), x[0], i, in_dims=(None, 0))
 
@@ -512,7 +512,7 @@ def test_complex_numbers(name: str) -> None:
     check(COMPLEX[name], x.movedim(0, 1).conj(), in_dims=1)
 
 
-# What decides a size or a Python value: an error that names the way out, or right by splitting.
+# Calls whose sizes or Python values depend on data: an error with a remedy, or right by splitting.
 
 
 def test_bincount() -> None:
@@ -527,7 +527,7 @@ def test_bincount() -> None:
     "weighed", [None, torch.float32, torch.float64, torch.float16, torch.int32]
 )
 def test_bincount_with_a_number_of_bins(dtype: torch.dtype, weighed: torch.dtype | None) -> None:
-    """Or with numbers that all examples share, which have one size."""
+    """One size serves all examples: ``minlength``, or numbers that the examples share."""
     seed = torch.seed()
     print("seed", seed)
     for n in (0, 1, 5):
@@ -554,7 +554,7 @@ def test_bincount_of_a_number_without_a_bin(number: int) -> None:
 
 
 def refused_but_split_sizes(f: Callable[..., Any], *args: Tensor) -> None:
-    """Results of several sizes come back as a list or a nested tensor."""
+    """Results of different sizes come back as a list or a nested tensor."""
     with pytest.raises(DataDependentError, match="split"):
         vmap(f)(*args)
     got = vmap(f, data_dependent="split")(*args)

@@ -1,7 +1,7 @@
 """The law of every row of the registry: its rule is the loop over the operator.
 
-A row that is declared is tested here by that alone. Where its schema does not say what it takes,
-the test asks for a call in ``registry_examples.py``.
+Declaring a row is enough to test it here. If the operator's schema does not determine valid
+arguments, the test fails and names ``registry_examples.py`` as the place for a call.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tsfunc.bridge.tracers.schemas import registered
 from tsfunc.errors import DataDependentError
 from tsfunc.ops import Category, all_rows, lookup
 
-# What they return is not given by what they take; the shapes are.
+# The values of these results are undefined; their shapes are compared.
 UNDEFINED = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-# They change what their argument is, not what it holds: seen from outside of the rule only.
+# These operators change the shape of their argument and not its data, which only a caller can see.
 RESHAPING = {
     "aten::t_", "aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims", "aten::detach_",
 }  # fmt: skip
-# They draw from what their arguments say: there is no number that all examples could share.
+# The distribution depends on the arguments, so the examples can't share one draw.
 OF_ITS_ARGUMENTS = {
     "aten::_sample_dirichlet", "aten::_standard_gamma", "aten::bernoulli",
     "aten::bernoulli.Tensor", "aten::bernoulli_.Tensor", "aten::binomial",
@@ -43,11 +43,12 @@ OF_ITS_ARGUMENTS = {
     "aten::normal.float_Tensor", "aten::poisson", "aten::randint_like.Tensor",
     "aten::randint_like.Tensor_generator",
 }  # fmt: skip
-# It returns nothing; tests/transforms/test_debug.py compares the functions that it calls.
+# This operator returns nothing; tests/transforms/test_debug.py compares the functions that it
+# calls.
 EFFECTS = {"tsfunc_debug::call"}
 
 AVAILABLE = set(registered("aten"))
-# A release of torch lacks some operators that others have.
+# Some releases of torch lack some operators.
 ROWS = {
     name
     for name, row in all_rows().items()
@@ -72,13 +73,13 @@ def test_a_rule_is_the_loop_over_its_operator(name: str) -> None:
 
 
 def examples_of(args: list[Any]) -> Iterator[list[Any]]:
-    """Each example's own arguments: all tensors differ, and have the same shapes."""
+    """Return the arguments of each example: all tensors differ, and have the same shapes."""
     for i in range(SIZE):
         yield [vary(arg, i) if isinstance(arg, Tensor) else arg for arg in args]
 
 
 def mapped(name: str, args: list[Any], kwargs: dict[str, Any], **options: Any) -> Any:
-    """The operator under vmap, of fresh tensors; over an axis of its own if it takes none."""
+    """Return the operator under vmap, on fresh tensors; with ``axis_size`` if none is batched."""
     op = overload(name)
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     columns = list(zip(*examples_of(args), strict=True))
@@ -126,7 +127,7 @@ def test_data_dependent_calls_run_or_split_the_batch(name: str) -> None:
 
 
 def same(out: Any, one: Any, i: int, first: int | None) -> None:
-    """Compares what a batch and an example of it gave: the first few results, or all."""
+    """Compare the results of a batch with those of an example: the first few, or all."""
     if isinstance(one, (tuple, list)):
         for mine, theirs in list(zip(out, one, strict=True))[:first]:
             same(mine, theirs, i, None)

@@ -1,7 +1,7 @@
 """The law of every row for calls that its operator refuses: its rule refuses them as torch does.
 
-The calls are those of ``test_registry.py``, with a tensor that has one dim less or one more, or is
-twice as long.
+The calls are those of ``test_registry.py``, with a tensor that has one dim less or one more, or
+twice the length.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.ops.harness import SIZE, Level, is_inplace, overload, plan
 from tests.ops.test_registry import APART, ROWS, seeded_calls
 from tsfunc.ops import all_rows
 
-# Operators that torch calls itself do not check their arguments: some crash the process.
+# Internal operators of torch do not check their arguments: some crash the process.
 INNER = {name for name in ROWS if "::_" in name or "backward" in name or "embedding_bag" in name}
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 REFUSED = "Shape mismatch inside of vmap"
 
 
 def refused_calls(name: str) -> Iterator[tuple[list[Any], dict[str, Any], Exception, int]]:
-    """Calls that torch refuses for the shape of one tensor, its error, and that tensor."""
+    """Yield calls that torch refuses for the shape of one tensor, its error, and that tensor."""
     args, kwargs = seeded_calls(name)[0]
     for i, x in enumerate(args):
         if not isinstance(x, Tensor) or x.requires_grad:
@@ -41,7 +41,7 @@ def refused_calls(name: str) -> Iterator[tuple[list[Any], dict[str, Any], Except
                 yield changed, kwargs, error, i
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's on deprecated operators
+@pytest.mark.filterwarnings("ignore")  # torch warns about deprecated operators
 @pytest.mark.parametrize("name", sorted(ROWS - APART - INNER))
 def test_a_rule_refuses_as_its_operator_does(name: str) -> None:
     op, row = overload(name), all_rows()[name]
@@ -56,7 +56,7 @@ def test_a_rule_refuses_as_its_operator_does(name: str) -> None:
             try:
                 row.rule(op, Level(), made.dims, made.args, kwargs)
             except Exception as raised:
-                # An error of Python's would say that the rule itself has failed.
+                # A Python error would be a failure of the rule itself.
                 assert isinstance(raised, (type(error), RuntimeError, IndexError, ValueError)), what
                 if REFUSED in str(raised):
                     assert type(raised) is type(error), what

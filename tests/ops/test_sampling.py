@@ -15,7 +15,7 @@ from torch import Tensor
 from tsfunc import MetaTensorType, grad, jvp, specialize, vmap
 from tsfunc.ops.differentiable_sampling import grid_sampler_backward
 
-MODES = ["bilinear", "nearest", "bicubic"]  # in the order of torch's numbers
+MODES = ["bilinear", "nearest", "bicubic"]  # in the order of torch's enum
 PADDINGS = ["zeros", "border", "reflection"]
 CASES = [
     (rank, mode, padding, aligned)
@@ -25,7 +25,7 @@ CASES = [
 
 
 def drawn(rank: int, sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """Return images, and points of which some are outside of them."""
+    """Return images, and points of which some are outside of the images."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 3, *sizes[:rank], generator=generator, dtype=torch.float64)
     grid = torch.randn(2, *(2, 3, 4)[:rank], rank, generator=generator, dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_second_derivatives_against_differences(
     _, pushed = jvp(gradients, (x, grid), tuple(along))
     for got, high, low in zip(pushed, ahead, behind, strict=True):
         torch.testing.assert_close(got, (high - low) / (2 * step), rtol=1e-5, atol=1e-5)
-    # The second derivative is symmetric, and reverse mode finds the same.
+    # The second derivative is symmetric, and equal in reverse mode.
     other = [torch.randn(v.shape, dtype=torch.float64) for v in (x, grid)]
 
     def contracted(x: Tensor, grid: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def test_lists_of_scales(by_row: bool) -> None:
 
 
 def test_rows_of_all_examples_are_one_matrix() -> None:
-    """With all other arguments equal, the rows of all examples need one call of the kernel."""
+    """If all other arguments are equal, one call of the kernel serves the rows of all examples."""
     a, b = torch.randn(3, 5, 16).to(F8), matrices()[1]
     scale = torch.tensor(0.5)
     out = vmap(lambda a: torch._scaled_mm(a, b, scale, scale), strict=True)(a)

@@ -1,8 +1,8 @@
-"""The changes of arguments that rules declare are those that the rules make.
+"""Declared changes of arguments are the changes that batching rules make.
 
 Handlers can run a rule as data (``ops/shifts``): they change the arguments as declared and call the
-operator. The tests change them by hand, and call the operator under vmap with the handlers of this
-process, the compiled ones where they are built.
+operator. The tests make the changes by hand, and call the operator under vmap with the handlers of
+this process: the compiled ones if they are built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DECLARED = sorted(
 )
 
 
-# Calls of operators whose other calls are left to the rule.
+# Calls that the declaration covers; the rule serves other calls of these operators.
 OTHERS: dict[str, Call] = {
     "aten::stack": ([[torch.randn(2, 3), torch.randn(2, 3)], 1], {}),
     "aten::select_backward": ([torch.randn(3), [2, 3], 0, 1], {}),
@@ -53,9 +53,9 @@ def past(dim: int) -> int:
 
 
 def changed(arg: Any, change: int, rank: int) -> Any:
-    """Return an argument as the operator takes it for a batch whose batch dim is first.
+    """Return an argument changed for a batch whose batch dim is first.
 
-    None if the declaration leaves the call to the rule.
+    Return None if the declaration leaves the call to the rule.
     """
     if change == Shift.FEW:
         return arg if rank <= 3 else None
@@ -94,7 +94,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def completed(name: str, args: Sequence[Any]) -> list[Any]:
-    """Return the arguments with those that the declaration is about; missing dims are drawn."""
+    """Return the arguments with those that the declaration changes; missing dims are drawn."""
     changes = shifts_of(all_rows()[name].rule)
     assert changes is not None
     made, rank = list(args), tensors(args)[0].dim()
@@ -109,7 +109,7 @@ def completed(name: str, args: Sequence[Any]) -> list[Any]:
 
 
 def served(name: str, call: Call) -> list[Any] | None:
-    """Return the changed arguments of a call that the declaration is for, else None."""
+    """Return the changed arguments of a call that the declaration covers, else None."""
     args, _ = call
     changes = shifts_of(all_rows()[name].rule)
     assert changes is not None

@@ -1,4 +1,4 @@
-"""Sorting against the loop, and the refusals of what depends on data."""
+"""Sorting against the loop, and refusals of data-dependent results."""
 
 from __future__ import annotations
 

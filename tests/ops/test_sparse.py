@@ -1,4 +1,4 @@
-"""Sparse tensors: batches of them, and those that are the same for all examples."""
+"""Sparse tensors: batches of them, and sparse tensors that all examples share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ops.harness import rows_of
 from tsfunc import explain, grad, jvp, vmap
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
-# torch says so of compressed layouts.
+# torch warns about compressed layouts.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 
 _R = torch.Generator().manual_seed(0)
@@ -29,7 +29,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def check(f: Callable[..., Tensor], *args: Tensor, in_dims: Sequence[int | None]) -> None:
-    """Against the loop, without one of ours."""
+    """Compare with the loop over examples; vmap itself may not loop."""
     pairs = list(zip(args, in_dims, strict=True))
     want = [dense(f(*[x if d is None else x.select(d, i) for x, d in pairs])) for i in range(4)]
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def test_to_sparse() -> None:
 
 @pytest.mark.parametrize("times", [torch.matmul, torch.sparse.mm])
 def test_gradients_by_a_shared_matrix(times: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """That of ``sparse.mm`` is sparse as the matrix is."""
+    """The gradient by the matrix of ``sparse.mm`` has the matrix's sparsity."""
     x = DENSE[0].to_sparse().requires_grad_()
     vmap(lambda y: times(x, y))(Y).square().sum().backward()
     other = DENSE[0].to_sparse().requires_grad_()

@@ -1,4 +1,4 @@
-"""Batches of sparse tensors in compressed layouts, and what torch has no batched kernel for."""
+"""Batches of sparse tensors in compressed layouts, and calls without a batched kernel in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as nnf
 from tsfunc import grad, jvp, vmap
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
-# torch says so of compressed layouts.
+# torch warns about compressed layouts.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 
 _R = torch.Generator().manual_seed(0)
@@ -39,7 +39,7 @@ def dense(x: Any) -> Any:
 def check(
     f: Callable[..., Tensor], *args: Tensor, in_dims: Sequence[int | None] | None = None
 ) -> None:
-    """Against the loop, without one of ours; the layout is that of an example, too."""
+    """Compare with the loop over examples, layouts included; vmap itself may not loop."""
     dims = [0] * len(args) if in_dims is None else in_dims
     each = [
         f(*[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)])
@@ -153,7 +153,7 @@ def test_masks(layout: torch.layout) -> None:
 
 
 def test_products_that_store_other_numbers_of_elements_are_refused() -> None:
-    """The blocks of a batch store equally many; a product stores where both factors do."""
+    """The blocks of a batch must store equally many elements, and these products do not."""
     x = torch.eye(2).expand(2, 2, 2).to_sparse_csr()
     y = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 4.0]]]).to_sparse_csr()
     with pytest.raises(DataDependentError, match=r"aten::mul\.Tensor.*Use to_dense\(\) first"):
@@ -172,7 +172,7 @@ def test_sampled_products() -> None:
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
 def test_reduced_products(reduce: str) -> None:
-    x = (DENSE * torch.tensor([[1.0], [0.0]])).to_sparse_csr()  # a row that stores nothing
+    x = (DENSE * torch.tensor([[1.0], [0.0]])).to_sparse_csr()  # a row without stored elements
 
     def loss(y: Tensor, x: Tensor) -> Tensor:
         out: Tensor = torch.sparse.mm(x, y, reduce)

@@ -45,7 +45,7 @@ def test_per_example_gradients() -> None:
 
 
 def test_second_derivatives() -> None:
-    """The formulas conjugate lazily what is the same for each example."""
+    """The formulas lazily conjugate values that all examples share."""
     x, v = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
 
     def f(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_derivatives_of_istft_with_windows() -> None:
 
 
 def drawn_istft(rng: random.Random) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """A spectrum, a window and the other arguments; torch refuses some of the calls."""
+    """Draw a spectrum, a window and the other arguments; torch refuses some of the calls."""
     n_fft = rng.choice([4, 5, 8])
     shape = [rng.choice([n_fft // 2 + 1] * 4 + [n_fft]), rng.choice([1, 3, 4])]
     x = torch.randn(*([2] if rng.random() < 0.3 else []), *shape, dtype=torch.complex128)

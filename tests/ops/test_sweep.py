@@ -1,4 +1,4 @@
-"""The sweep itself: that it finds what is wrong, and passes what is right."""
+"""The sweep finds planted faults, and passes correct functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_calls_that_torch_refuses_do_not_count() -> None:
 
 
 def test_writes_are_seen() -> None:
-    """An in-place call that leaves its argument alone is wrong, whatever it returns."""
+    """An in-place call that leaves its argument unchanged is wrong, even if its result is right."""
     lost = Mode("lost", 1, lambda case, batch, inputs: VMAP.ours(case, batch, batch.fresh()),
                 VMAP.plain)  # fmt: skip
     case = next(ROWS["add (inplace)"].cases(torch.float32, most=1))
@@ -58,7 +58,7 @@ def test_writes_are_seen() -> None:
 
 
 def test_a_silent_loop_is_found() -> None:
-    """Also one that no warning tells of."""
+    """A loop without a warning is found, too."""
     case = Case(lambda x: (x.sin(),), (torch.randn(3),))
     looping = Mode("looping", 1, VMAP.plain, VMAP.plain)
     assert not loops_silently(VMAP, case, [(0,)])

@@ -1,4 +1,4 @@
-"""Pointwise rules: every row on arguments made from its schema, and what is special of some."""
+"""Pointwise rules: every row on arguments made from its schema, and peculiarities of some."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUT_OF_PLACE_SHAPES: list[Shapes] = [
     ((1, 4), (2, 1), (2, 4)),
     ((4,), (0, 4), (4,)),
 ]
-# Arguments whose value matters, by name, for any operator.
+# Arguments whose value matters, by name, for all operators.
 VALUES: dict[str, Any] = {
     "rounding_mode": "floor",
     "is_result": False,
@@ -50,7 +50,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def arguments(op: Any, shapes: tuple[Any, ...], dtype: torch.dtype) -> Any:
-    """Positional and keyword arguments made from an operator's schema."""
+    """Return positional and keyword arguments made from an operator's schema."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     left = iter(itertools.cycle(shapes))
@@ -78,7 +78,7 @@ SPECIAL = {
     "aten::where.self",
     "aten::_prelu_kernel_backward",
     "aten::rrelu_with_noise_backward",
-    "aten::_masked_scale",  # has no kernel for processors
+    "aten::_masked_scale",  # has no CPU kernel
 }
 
 
@@ -175,7 +175,7 @@ _CLAMPS: dict[str, Callable[..., torch.Tensor]] = {
 def test_a_bound_of_each_example_beside_a_number(
     name: str, shape: tuple[int, ...], bounds: tuple[float, ...]
 ) -> None:
-    """torch reads a tensor without dims as a number if the other bound is a number."""
+    """torch treats a tensor without dims as a number if the other bound is a number."""
     clamp, bound = _CLAMPS[name], torch.tensor(bounds)
     functions = (lambda x, y: clamp(x, -1.5, y), lambda x, y: clamp(x, y, 1))
     integers = [] if name in ("clamp_", "clip_", "out") else [(torch.randn(shape) * 3).long()]

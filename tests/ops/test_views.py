@@ -1,4 +1,4 @@
-"""Views, what moves or copies elements, and lists of tensors: a sample of calls for every row."""
+"""Views, copies and moves of elements, and lists of tensors: sample calls for every row."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_small_batches(size: int) -> None:
     ],
 )
 def test_changes_of_shape_in_place(name: str, rest: tuple[Any, ...]) -> None:
-    """The shape of the example changes, not that of the batch's tensor."""
+    """The shape of the example changes; the shape of the physical value does not."""
     example = M if name == "t_" else Y
     expected = getattr(example.clone(), name)(*rest)
 
@@ -273,13 +273,13 @@ def test_changes_of_shape_in_place(name: str, rest: tuple[Any, ...]) -> None:
 
 
 def test_resize_of_a_batch_of_transposed_examples_is_refused() -> None:
-    """Their elements lie in memory in another order than they have."""
+    """The memory order of the elements differs from their logical order."""
     with pytest.raises(RuntimeError, match="in memory in their own order"):
         vmap(lambda x: x.t().resize_(2, 2))(torch.randn(3, 3, 4))
 
 
 def test_one_target_for_all_examples_is_not_written() -> None:
-    """A batch that was expanded has the memory of one example."""
+    """The examples of an expanded batch share the memory of one example."""
     target, source = torch.randn(4), torch.randn(3, 2)
     out = vmap(lambda x, y: x.as_strided_scatter(y, [2], [2]))(target.expand(3, 4), source)
     same = [target.as_strided_scatter(part, [2], [2]) for part in source]

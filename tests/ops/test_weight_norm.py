@@ -16,5 +16,5 @@ def test_weight_norm(dim: int) -> None:
     _, norms = torch.ops.aten._weight_norm_interface(v, g, dim)
     backward = torch.ops.aten._weight_norm_interface_backward.default
     assert check(backward, torch.randn(4, 3), v, g, norms, dim, choices=[(0,), (0, 2), (2,)])
-    # v and its norms belong together: all that a call of the operator can have batched.
+    # ``v`` and its norms belong together: a call of the operator batches both or neither.
     assert check(backward, torch.randn(4, 3), v, g, norms, dim)

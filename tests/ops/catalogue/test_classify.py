@@ -1,4 +1,4 @@
-"""The rules of the catalogue, on operators that are made up for them."""
+"""The classification rules of the catalogue, on operators that the tests make up."""
 
 from __future__ import annotations
 

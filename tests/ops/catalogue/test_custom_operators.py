@@ -1,4 +1,4 @@
-"""Custom operators under vmap: rules for torch, rules of ours, and what a category gives."""
+"""Custom operators under vmap: with torch's vmap rules, with our rules, with a category only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tsfunc.errors import DispatchError, SlowFallbackWarning, UnknownOperatorErr
 from tsfunc.ops import Category
 
 _numbers = itertools.count()
-_keep: list[Any] = []  # torch forgets an operator that nobody holds
+_keep: list[Any] = []  # torch unregisters an operator that has no reference
 
 
 def new_name() -> str:
-    """A name that no other test has: torch can't undefine an operator."""
+    """Return an unused name: torch can't undefine an operator."""
     return f"tsfunc_tests::op{next(_numbers)}"
 
 
 def custom_op(function: Callable[..., Any], **options: Any) -> Any:
-    """The function as a custom operator."""
+    """Return the function as a custom operator."""
     made = torch.library.custom_op(new_name(), function, **{"mutates_args": (), **options})
     _keep.append(made)
     return made
@@ -40,17 +40,17 @@ def _loops_are_errors() -> Iterator[None]:
 
 
 def multiplied(x: Tensor, y: Tensor) -> Tensor:
-    """A broadcast product, out of torch's sight."""
+    """Return a broadcast product, computed by NumPy."""
     return torch.from_numpy(x.detach().numpy() * y.detach().numpy())
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Each row by its largest element, out of torch's sight."""
+    """Return each row divided by its largest element, computed by NumPy."""
     return torch.from_numpy(x.numpy() / x.numpy().max(-1, keepdims=True))
 
 
 def loop(f: Callable[..., Any], dims: tuple[int | None, ...], *xs: Tensor) -> Tensor:
-    """The stacked loop."""
+    """Return the stacked results of a loop over the examples."""
     size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
     return torch.stack(
         [f(*[x if d is None else x.select(d, i) for x, d in zip(xs, dims, strict=True)])
@@ -59,7 +59,7 @@ def loop(f: Callable[..., Any], dims: tuple[int | None, ...], *xs: Tensor) -> Te
 
 
 def differentiable() -> Any:
-    """A product with a derivative and a vmap rule, both as torch has them; what the rule saw."""
+    """Return a product with torch's derivative and vmap rule, and a list that the rule fills."""
     op = custom_op(multiplied)
     seen: list[Any] = []
 
@@ -98,7 +98,7 @@ def test_a_rule_for_torch_under_nested_vmaps() -> None:
     x, y = torch.randn(4, 2), torch.randn(2, 5, 4)
     out = tsfunc.vmap(tsfunc.vmap(op, in_dims=(None, 0)), in_dims=(1, 0))(x, y)
     torch.testing.assert_close(out, x.T[:, None] * y)
-    assert [size for size, _, _ in seen] == [5, 2]  # each level by the rule
+    assert [size for size, _, _ in seen] == [5, 2]  # the rule serves each level
 
 
 def test_a_rule_for_torch_beside_derivatives() -> None:
@@ -214,7 +214,8 @@ def test_the_pointwise_tag_is_a_rule(library: Any) -> None:
 
 @pytest.mark.parametrize(("fake", "tag"), [(True, False), (False, True)])
 def test_unverified_operators_are_looped_over(library: Any, fake: bool, tag: bool) -> None:
-    # A fake kernel shows shapes: by these alone, a softmax over the last dim is pointwise.
+    # Example shapes decide the category: by these shapes alone, a softmax over the last dim is
+    # pointwise.
     op = pointwise_operator(library, fake=fake, tag=tag)
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     with pytest.warns(SlowFallbackWarning, match="op"):
@@ -330,5 +331,5 @@ def test_the_category_of_a_custom_operator_from_its_fake_kernel() -> None:
     ):
         entry = tsfunc.ops.lookup(op)
         assert (entry.category, entry.source) == (category, why)
-    unknown.register_fake(lambda x: x[:1].clone())  # what comes late is seen
+    unknown.register_fake(lambda x: x[:1].clone())  # a rule that is registered later is used
     assert tsfunc.ops.lookup(unknown).category is Category.BATCHED

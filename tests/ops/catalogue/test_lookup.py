@@ -1,4 +1,4 @@
-"""Looking operators up, and what is said of names that there are none of."""
+"""Look-ups of operators, and the messages for unknown names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_counts_of_2020() -> None:
 
 @pytest.fixture
 def another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that has overloads of which the table knows nothing."""
+    """Simulate a torch with overloads that the table lacks."""
     gone = ("aten::sin", "aten::sin.out", "aten::mm", "aten::nonzero", "aten::frac", "aten::sgn_")
     table = {name: line for name, line in read_table().items() if name not in gone}
     monkeypatch.setattr(module, "read_table", lambda: table)

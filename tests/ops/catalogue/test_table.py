@@ -17,7 +17,7 @@ from tsfunc.ops.catalogue.trial import Evidence
 
 TABLE = read_table()
 NAMES = registered("aten")
-# The table is made with one torch; with another, operators come and go.
+# The table is made with one release of torch; other releases add and remove operators.
 same_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the table is made with torch 2.13"
 )
@@ -81,7 +81,7 @@ def test_every_pattern_decides_something() -> None:
         assert f"decided: {decision.reason}" in sources, pattern
 
 
-# Examples of the taxonomy itself (E. Z. Yang, 2020), and what follows for the families of others.
+# Examples from the taxonomy itself (E. Z. Yang, 2020), and their consequences for other families.
 EXAMPLES = {
     Category.TENSOR_ITERATOR: "add.Tensor sum sum.dim_IntList mul_.Tensor relu clamp where.self "
     "mean.dim amax lerp.Scalar logical_and eq.Scalar sigmoid_backward mse_loss max.dim",
@@ -114,7 +114,7 @@ def test_categories_of_known_operators(name: str, category: Category) -> None:
 
 def test_other_says_why() -> None:
     for name in tsfunc.ops.operators(Category.OTHER):
-        if name not in TABLE:  # of a newer torch; it has no decision yet
+        if name not in TABLE:  # of a newer torch, without a decision so far
             assert not torch.__version__.startswith("2.13.")
             continue
         assert TABLE[name].source.startswith(("decided: ", "follows ")), name
@@ -139,16 +139,16 @@ def test_an_operator_that_crashes_the_process_takes_nothing_with_it() -> None:
     assert found["aten::cos"].tried
 
 
-# Where a call that trying makes up says less than the operator does.
+# Operators whose trial calls tell less than a real call would.
 SAYS_LITTLE = {
-    "aten::_saturate_weight_to_fp16",  # refuses vectors, for no reason of its shapes
-    "aten::linalg_norm.ord_str",  # tried with the Frobenius norm, which is one of matrices
-    "aten::_thnn_differentiable_lstm_cell_backward",  # without gradients it looks at nothing
+    "aten::_saturate_weight_to_fp16",  # refuses vectors, although its shapes would allow them
+    "aten::linalg_norm.ord_str",  # tried with the Frobenius norm, which takes matrices
+    "aten::_thnn_differentiable_lstm_cell_backward",  # reads nothing if no gradient is given
     "aten::mkldnn_rnn_layer_backward",  # likewise
-    "aten::_cummax_helper",  # what it writes has the size, but it returns nothing
+    "aten::_cummax_helper",  # writes a tensor of the same size and returns nothing
     "aten::_cummin_helper",  # likewise
-    "aten::_masked_softmax_backward",  # what has no dims comes back with one
-    "aten::_test_optional_floatlist",  # tried without the numbers, when it returns its argument
+    "aten::_masked_softmax_backward",  # returns a tensor with one dim for a tensor without dims
+    "aten::_test_optional_floatlist",  # without numbers it returns its argument
     "aten::_test_optional_intlist",  # likewise
     "aten::_test_optional_filled_intlist",  # likewise
 }
