@@ -3,8 +3,8 @@
 python -m benchmarks                       all, as a table
 python -m benchmarks gradients             those with "gradients" in their names
 python -m benchmarks --repeats 5           quicker, less exact
-python -m benchmarks --without inductor    without the ways that have this in their names
-python -m benchmarks --markdown            the table as docs/benchmarks.md has it
+python -m benchmarks --without inductor    leave out variants with this in their names
+python -m benchmarks --markdown            the table in the format of docs/benchmarks.md
 python -m benchmarks check                 fail if something is slower than the stored baseline
 python -m benchmarks scaling               how costs grow with sizes, with plots
 python -m benchmarks goals                 costs before a first result: traces, imports, compilation
@@ -45,11 +45,11 @@ from benchmarks import (
 from benchmarks.cold import Cold
 from benchmarks.timing import Case, Timing, settle_memory
 
-COLUMNS = ("what, and the ways", "time", "ratio", "aim")
+COLUMNS = ("benchmark and variants", "time", "ratio", "aim")
 
 
 def readable(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Return a number with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -57,13 +57,13 @@ def readable(seconds: float) -> str:
 
 
 def rows_of(case: Case | Cold, timings: Mapping[str, Timing | str]) -> Iterator[list[str]]:
-    """A row a way: its name, time, ratio to the base, and the ratio that is aimed for."""
-    for way, timing in timings.items():
-        aim = f"{case.goals[way]:g}" if way in case.goals else ""
+    """Return a row for each variant: name, time, ratio to the base, and the target ratio."""
+    for variant, timing in timings.items():
+        aim = f"{case.goals[variant]:g}" if variant in case.goals else ""
         if isinstance(timing, str):
-            yield [f"{way}: {timing}", "failed", "", aim]
+            yield [f"{variant}: {timing}", "failed", "", aim]
         else:
-            yield [way, readable(timing.seconds), f"{timing.ratio:.2f}", aim]
+            yield [variant, readable(timing.seconds), f"{timing.ratio:.2f}", aim]
 
 
 def all_cases() -> Iterator[Case | Cold]:
@@ -85,13 +85,13 @@ def all_cases() -> Iterator[Case | Cold]:
 
 
 def without(words: Sequence[str], case: Case | Cold) -> Case | Cold:
-    """Return a benchmark without the ways that have one of the words in their names."""
+    """Return a benchmark without the variants whose names contain one of the words."""
     if not words or isinstance(case, Cold):
         return case
     calls = {
-        way: call
-        for way, call in case.calls.items()
-        if way == case.base or not any(word in way for word in words)
+        variant: call
+        for variant, call in case.calls.items()
+        if variant == case.base or not any(word in variant for word in words)
     }
     return dataclasses.replace(case, calls=calls)
 
@@ -111,13 +111,13 @@ def print_table(results: Sequence[tuple[str, list[list[str]]]]) -> None:
         column.justify, column.no_wrap = "right", True
     for name, rows in results:
         table.add_row(f"[bold]{escape(name)}[/]")
-        for way, *figures in rows:
-            table.add_row(f"  {escape(way)}", *figures)
+        for variant, *figures in rows:
+            table.add_row(f"  {escape(variant)}", *figures)
         table.add_section()
     Console().print(table)
 
 
-# Commands with options of their own.
+# Commands with their own options.
 COMMANDS = {"check": check.main, "goals": goals.main, "scaling": scaling.main}
 
 
@@ -129,7 +129,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--cpu", action="store_true", help="the least CPU times, for busy machines")
     parser.add_argument(
-        "--without", action="append", default=[], help="leave out ways that have this in their name"
+        "--without",
+        action="append",
+        default=[],
+        help="leave out variants with this in their name",
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     args = parser.parse_args()

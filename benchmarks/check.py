@@ -1,9 +1,9 @@
-"""``python -m benchmarks check``: fail if something is slower than a stored baseline.
+"""``python -m benchmarks check``: fail if a benchmark is slower than its stored baseline.
 
 The figures are counts of instructions if Valgrind is installed (NOTE [counts of instructions] in
 ``instructions.py``). Otherwise they are ratios to the base of a benchmark, mostly torch.func: the
-medians of ratios of CPU times taken in turns. ``baseline.json`` has both. A figure that is over its
-limit is measured again twice, and the least one decides, since other work only adds time.
+medians of ratios of CPU times measured in turns. ``baseline.json`` has both. A figure over its
+limit is measured twice more, and the least one counts, since other work only adds time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rich.table import Table
 import tsfunc
 from benchmarks import eager, gradients, instructions, operators, specializing, tracing, vmapping
 from benchmarks.timing import Case, medians, settle_memory
-from benchmarks.ways import OURS, SPECIALIZED
+from benchmarks.variants import OURS, SPECIALIZED
 from tsfunc.bridge import compiled
 
 BASELINE = Path(__file__).with_name("baseline.json")
 INSTRUCTIONS, TIMES = "instructions", "ratios of times"
-LIMITS = {INSTRUCTIONS: 1.1, TIMES: 1.25}  # how many times the baseline a figure may be
+LIMITS = {INSTRUCTIONS: 1.1, TIMES: 1.25}  # the largest ratio to the baseline that passes
 REPEATS = 15
 TRACED = 12 * tracing.IN_A_ROUND  # operators of the traces
 
-# The benchmarks of the other files that are checked. Each takes milliseconds at most.
+# The checked benchmarks of other files. Each takes milliseconds at most.
 CHECKED = frozenset({
     "vmap call of the identity",
     "vmap of 50 small elementwise operators",
@@ -57,12 +57,14 @@ Figures = dict[str, dict[str, float]]
 
 
 def cases() -> Iterator[Case]:
-    """Yield the benchmarks that are checked, with their bases and the ways of this package."""
+    """Yield the checked benchmarks, with their bases and the variants of this package."""
     for topic in (vmapping, gradients, operators, eager):
         for case in topic.cases():
             if case.name in CHECKED:
-                ways = (case.base, OURS, SPECIALIZED)
-                calls = {way: case.calls[way] for way in ways if way in case.calls}
+                variants = (case.base, OURS, SPECIALIZED)
+                calls = {
+                    variant: case.calls[variant] for variant in variants if variant in case.calls
+                }
                 yield dataclasses.replace(case, calls=calls)
     x = torch.randn(12)
     yield Case(
@@ -77,7 +79,7 @@ def cases() -> Iterator[Case]:
     for named in (False, True):
         sizes = "a named dim" if named else "static sizes"
         name = f"trace of {TRACED} operators with {sizes}, for one"
-        yield Case(name, tracing.ways(TRACED, named), base=tracing.MAKE_FX, per=TRACED)
+        yield Case(name, tracing.variants(TRACED, named), base=tracing.MAKE_FX, per=TRACED)
 
 
 def environment(kind: str) -> dict[str, str]:
@@ -94,14 +96,14 @@ def environment(kind: str) -> dict[str, str]:
 
 
 def handlers() -> str:
-    """Return the handlers that this process uses; each have a baseline of their own."""
+    """Return the handlers that this process uses; each kind has its own baseline."""
     return "Python handlers" if compiled.load() is None else "compiled handlers"
 
 
 def measured(kind: str, only: Iterable[str] | None = None) -> Figures:
-    """Return the figures by benchmark and way, of all benchmarks or of those with some names."""
+    """Return the figures by benchmark and variant, for all benchmarks or some names."""
     if kind == INSTRUCTIONS:
-        return {name: dict(ways) for name, ways in instructions.counts().items()}
+        return {name: dict(variants) for name, variants in instructions.counts().items()}
     figures: Figures = {}
     for case in cases():
         if only is None or case.name in only:
@@ -111,26 +113,29 @@ def measured(kind: str, only: Iterable[str] | None = None) -> Figures:
             seconds = case.in_turns(case.calls, REPEATS, cpu=True)
             timings = medians(seconds, case.base)
             figures[case.name] = {
-                way: round(t.ratio, 4) for way, t in timings.items() if way != case.base
+                variant: round(t.ratio, 4) for variant, t in timings.items() if variant != case.base
             }
     return figures
 
 
 def slower(figures: Figures, baseline: Figures, limit: float) -> list[tuple[str, str]]:
-    """Return the benchmarks and ways whose figures are over the limit."""
+    """Return the benchmarks and variants whose figures are over the limit."""
     return [
-        (name, way)
-        for name, ways in figures.items()
-        for way, figure in ways.items()
-        if figure > limit * baseline.get(name, {}).get(way, figure)
+        (name, variant)
+        for name, variants in figures.items()
+        for variant, figure in variants.items()
+        if figure > limit * baseline.get(name, {}).get(variant, figure)
     ]
 
 
 def least(one: Figures, other: Figures) -> Figures:
-    """Return the least of two measurements, the second of which may be of fewer benchmarks."""
+    """Return the lesser of two measurements; the second may cover fewer benchmarks."""
     return {
-        name: {way: min(figure, other.get(name, ways)[way]) for way, figure in ways.items()}
-        for name, ways in one.items()
+        name: {
+            variant: min(figure, other.get(name, figures)[variant])
+            for variant, figure in figures.items()
+        }
+        for name, figures in one.items()
     }
 
 
@@ -154,19 +159,21 @@ def compare(kind: str, baseline: Figures) -> bool:
 def table(
     kind: str, figures: Figures, baseline: Figures, failed: Iterable[tuple[str, str]]
 ) -> Table:
-    """Return the figures beside the baseline's, with those that failed in red."""
+    """Return the figures beside the baseline's, with failures in red."""
     title = f"{kind}, {handlers()}, torch {torch.__version__}"
-    made = Table("benchmark and way", "baseline", "now", "change", title=title, box=box.SIMPLE_HEAD)
+    made = Table(
+        "benchmark and variant", "baseline", "now", "change", title=title, box=box.SIMPLE_HEAD
+    )
     for column in made.columns[1:]:
         column.justify, column.no_wrap = "right", True
     number = "{:,.0f}" if kind == INSTRUCTIONS else "{:.2f}"
-    for name, ways in figures.items():
-        for way, figure in ways.items():
-            before = baseline.get(name, {}).get(way)
+    for name, variants in figures.items():
+        for variant, figure in variants.items():
+            before = baseline.get(name, {}).get(variant)
             change = "new" if before is None else f"{100 * (figure / before - 1):+.0f}%"
-            style = "red" if (name, way) in failed else ""
+            style = "red" if (name, variant) in failed else ""
             shown = "" if before is None else number.format(before)
-            label = escape(f"{name}: {way}")
+            label = escape(f"{name}: {variant}")
             made.add_row(label, shown, number.format(figure), change, style=style)
     return made
 

@@ -1,6 +1,6 @@
 """Costs that a process pays once: the import and the first result, each in a fresh process.
 
-An installed package has its bytecode, so each body runs once untimed, with writing it allowed.
+An installed package has its bytecode, so each body first runs once untimed and writes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.timing import Timing, medians
-from benchmarks.ways import OURS, TORCH_FUNC
+from benchmarks.variants import OURS, TORCH_FUNC
 
 IMPORT_TORCH = "import torch"
 TIMED = """
@@ -31,7 +31,7 @@ vmap(grad(loss), in_dims=(None, 0))(torch.randn(8, 8), torch.randn(16, 8))
 
 
 def fresh_process(before: str, body: str) -> float:
-    """Seconds that ``body`` takes after ``before``."""
+    """Return the seconds that ``body`` takes after ``before``."""
     command = [sys.executable, "-c", TIMED.format(before=before, body=body)]
     env = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
@@ -40,7 +40,7 @@ def fresh_process(before: str, body: str) -> float:
 
 @dataclass(frozen=True)
 class Cold:
-    """One thing that a fresh process does, in several ways: (what comes before, what is timed)."""
+    """A task of a fresh process, by several variants: (untimed setup, timed code)."""
 
     name: str
     bodies: Mapping[str, tuple[str, str]]
@@ -48,7 +48,7 @@ class Cold:
     goals: Mapping[str, float] = field(default_factory=dict)
 
     def measure(self, repeats: int) -> dict[str, Timing]:
-        """Times the ways in turns."""
+        """Time the variants in turns."""
         seconds: dict[str, list[float]] = {name: [] for name in self.bodies}
         for before, body in self.bodies.values():
             fresh_process(before, body)

@@ -1,7 +1,7 @@
 """The same computation by tsfunc, torch.func, torch.compile and, if it is installed, JAX.
 
 JAX is not a dependency of this package (``pip install tsfunc[bench]`` brings it); without it, its
-ways are left out. One thread:
+variants are left out. One thread:
 
     XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" \
         OMP_NUM_THREADS=1 python -m benchmarks compared --cpu
@@ -22,13 +22,13 @@ import tsfunc
 from benchmarks.eager import Layers, layers
 from benchmarks.gradients import SIZES, mlp_params, per_example, tiny, tiny_grad
 from benchmarks.timing import Call, Case
-from benchmarks.ways import OURS, SPECIALIZED, compiled, ways
+from benchmarks.variants import OURS, SPECIALIZED, compiled, variants
 
 JAX, JAX_JIT = "JAX", "JAX, jit"
 
 
-def _jax_ways(make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> dict[str, Call]:
-    """Calls of what ``make`` builds from ``jax`` and ``jax.numpy``, with results as tensors.
+def _jax_variants(make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> dict[str, Call]:
+    """Return calls of the function that ``make`` builds from ``jax`` and ``jax.numpy``, on tensors.
 
     The conversion shares memory and takes about a microsecond for each tensor.
     """
@@ -72,7 +72,7 @@ def _jax_elementwise(jax: Any, jnp: Any) -> Callable[..., Any]:
 
 
 def _halve(x: Tensor) -> Tensor:
-    """Halve until the largest entry is at most 1: up to 12 steps."""
+    """Halve ``x`` until the largest entry is at most 1: up to 12 steps."""
     found: Tensor = tsfunc.while_loop(lambda x: x.abs().max() > 1, lambda x: x / 2, x)
     return found
 
@@ -91,9 +91,9 @@ def _network(numerics: Any, params: Layers, x: Tensor) -> Any:
     return weight @ x + bias
 
 
-# Each of the following takes the transforms and the functions on arrays of a library: torch.func
-# or tsfunc and torch, or jax and jax.numpy. Annotations name torch's tensors, since `specialize`
-# reads them; JAX's arrays come in their places.
+# Each function takes the transforms and the array functions of a library: torch.func or tsfunc with
+# torch, or jax with jax.numpy. Annotations name torch's tensors, since `specialize` reads them; JAX
+# passes its arrays.
 
 
 def pinn(transforms: Any, numerics: Any) -> Callable[..., Any]:
@@ -157,8 +157,8 @@ def maml(transforms: Any, numerics: Any) -> Callable[..., Any]:
 
 
 def _compared(name: str, make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> Case:
-    calls = ways(lambda library: make(library, torch), *args)
-    calls |= compiled(make(torch.func, torch), *args) | _jax_ways(make, *args)
+    calls = variants(lambda library: make(library, torch), *args)
+    calls |= compiled(make(torch.func, torch), *args) | _jax_variants(make, *args)
     return Case(f"compared: {name}", calls)
 
 
@@ -188,9 +188,9 @@ def cases() -> Iterator[Case]:
         x, labels = torch.randn(batch, SIZES[0]), torch.randint(SIZES[-1], (batch,))
         yield Case(
             f"compared: per-example gradients of an MLP, batch {batch}",
-            ways(per_example, params, x, labels)
+            variants(per_example, params, x, labels)
             | compiled(per_example(torch.func), params, x, labels)
-            | _jax_ways(
+            | _jax_variants(
                 lambda jax, jnp: jax.vmap(jax.grad(_jax_loss(jax, jnp)), (None, 0, 0)),
                 params,
                 x,
@@ -200,22 +200,22 @@ def cases() -> Iterator[Case]:
     points = torch.randn(64, 16)
     yield Case(
         "compared: vmap of 50 small elementwise operators",
-        ways(lambda library: library.vmap(_elementwise), points)
+        variants(lambda library: library.vmap(_elementwise), points)
         | compiled(torch.func.vmap(_elementwise), points)
-        | _jax_ways(_jax_elementwise, points),
+        | _jax_variants(_jax_elementwise, points),
     )
     point = torch.randn(12)
     yield Case(
         "compared: grad call of a tiny function",
-        ways(tiny_grad, point)
+        variants(tiny_grad, point)
         | compiled(torch.func.grad(tiny), point)
-        | _jax_ways(lambda jax, jnp: jax.grad(lambda x: (jnp.sin(x) * x).sum()), point),
+        | _jax_variants(lambda jax, jnp: jax.grad(lambda x: (jnp.sin(x) * x).sum()), point),
     )
     rows = torch.randn(256, 64) * torch.logspace(0, 3, 256)[:, None]
     halved = tsfunc.vmap(_halve)
     yield Case(
         "compared: vmap of a while_loop, 256 examples up to 12 steps",
         {OURS: partial(halved, rows), SPECIALIZED: partial(tsfunc.specialize(halved), rows)}
-        | _jax_ways(_jax_halve, rows),
+        | _jax_variants(_jax_halve, rows),
         base=OURS,
     )

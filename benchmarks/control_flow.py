@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tsfunc
 from benchmarks.timing import Call, Case
-from benchmarks.ways import OURS, SPECIALIZED
+from benchmarks.variants import OURS, SPECIALIZED
 
 STEPS = 1000
 ALONE = "each example by itself"
@@ -18,13 +18,13 @@ BY_HAND = "unrolled by hand"
 
 
 def counted(x: Tensor, n: Tensor) -> Tensor:
-    """Loop for as many steps as the example needs."""
+    """Loop for the number of steps that the example needs."""
     found: Tensor = tsfunc.fori_loop(0, n, lambda i, x: torch.sin(x) * 1.01, x)
     return found
 
 
 def conditional(x: Tensor, n: Tensor) -> Tensor:
-    """The same, by a condition that is asked before each step."""
+    """The same loop with a condition that is evaluated before each step."""
 
     def step(carry: Any) -> Any:
         return carry[0] + 1, torch.sin(carry[1]) * 1.01
@@ -34,7 +34,7 @@ def conditional(x: Tensor, n: Tensor) -> Tensor:
 
 
 def in_python(x: Tensor, n: Tensor) -> Tensor:
-    """The same in plain Python."""
+    """The same loop in plain Python."""
     i = torch.tensor(0)
     while i < n:
         i, x = i + 1, torch.sin(x) * 1.01
@@ -42,7 +42,7 @@ def in_python(x: Tensor, n: Tensor) -> Tensor:
 
 
 def one_by_one(x: Tensor, counts: list[int]) -> Tensor:
-    """The sum of the steps of all examples, with nothing that counts them."""
+    """Return the sum of the steps of all examples, computed one by one."""
     rows = []
     for row, count in zip(x, counts, strict=True):
         for _ in range(count):
@@ -56,7 +56,7 @@ def each(f: Callable[..., Tensor], *columns: Tensor) -> Tensor:
 
 
 def slope(f: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The gradient of the sum of a function's results."""
+    """Return the gradient of the sum of a function's results."""
     return tsfunc.grad(lambda x, n: f(x, n).sum())
 
 

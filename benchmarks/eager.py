@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import Case
-from benchmarks.ways import OURS, ways
+from benchmarks.variants import OURS, variants
 
 Layers = list[tuple[Tensor, Tensor]]
 WIDTH, HEADS, LENGTH, WORDS = 16, 2, 8, 32
@@ -113,4 +113,4 @@ def cases() -> Iterator[Case]:
         ("per-example gradients of two transformer blocks", per_text,
          (transformer_params(), torch.randint(WORDS, (4, LENGTH)))),
     ):  # fmt: skip
-        yield Case(f"eager: {name}", ways(make, *args, specialized=False), goals={OURS: 1.0})
+        yield Case(f"eager: {name}", variants(make, *args, specialized=False), goals={OURS: 1.0})

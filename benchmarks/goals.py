@@ -1,9 +1,9 @@
-"""``python -m benchmarks goals``: the costs that a function has before its first result.
+"""``python -m benchmarks goals``: the costs of a function before its first result.
 
-Traces, first calls of a process, and compilation. Each figure has a limit, a number of seconds or a
-ratio, and one line of the table. Times are CPU times, which other work on the machine disturbs
-less; a ratio is the median of ratios that are taken in turns. The rows of transformers' GPT-2 are
-left out without transformers, and those of Inductor without a C++ compiler.
+These are traces, first calls of a process, and compilation. Each figure has a limit, a number of
+seconds or a ratio, and one line of the table. Times are CPU times, which other work on the machine
+disturbs less; a ratio is the median of ratios measured in turns. The rows of transformers' GPT-2
+are left out without transformers, and those of Inductor without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Goal:
     """A figure with a limit.
 
     Attributes:
-        name: what is measured.
+        name: the measured quantity.
         unit: the unit of the figure and of the limit.
         limit: the largest figure that meets the goal.
         measure: returns the figure.
@@ -55,7 +55,7 @@ def _cpu(call: Callable[[], Any]) -> float:
 
 def _ratio_to_make_fx(operators: int, named: bool) -> Callable[[], float]:
     def measure() -> float:
-        base, ours = tracing.ways(operators, named).values()
+        base, ours = tracing.variants(operators, named).values()
         ours()  # the first trace of a process imports modules
         base()
         pairs = [(_cpu(ours), _cpu(base)) for _ in range(5)]
@@ -105,7 +105,7 @@ def _first_specialize() -> float:
 
 
 def _second_process() -> float:
-    """Return the time of a first compiled call in a second process over that in a first one."""
+    """Return the ratio of the first compiled calls of a second and of a first process."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = (
             _in_fresh_process(COMPILED, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2)

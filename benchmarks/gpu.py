@@ -1,8 +1,8 @@
 """Small networks on a GPU, where launching the kernels takes longer than running them.
 
-The benchmarks are left out where there is no CUDA device. Each call waits for the device, so that
-the times are those of the results. CUDA graphs replay all kernels of a call by one launch: as the
-backend ``"cudagraphs"`` of ``specialize``, and in torch.compile's mode ``"reduce-overhead"``.
+The benchmarks need a CUDA device. Each call waits for the device, so that the times are those of
+the results. CUDA graphs replay all kernels of a call by one launch: as the backend ``"cudagraphs"``
+of ``specialize``, and in torch.compile's mode ``"reduce-overhead"``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.comparison import kernel, maml, pinn
 from benchmarks.eager import Layers, layers, network
 from benchmarks.gradients import mlp_params, per_example
 from benchmarks.timing import Call, Case
-from benchmarks.ways import TORCH_FUNC, compiled, ways
+from benchmarks.variants import TORCH_FUNC, compiled, variants
 
 CUDA_GRAPHS = "tsfunc, with CUDA graphs"
 REDUCED = "torch.compile of torch.func, with CUDA graphs"
@@ -74,13 +74,13 @@ def cases() -> Iterator[Case]:
          (layers(8, 32, 32, 2), torch.randn(8, 10, 8), torch.randn(8, 10, 2))),
     ):  # fmt: skip
         given = on_device(args)
-        calls = ways(make, *given) | compiled(make(torch.func), *given)
+        calls = variants(make, *given) | compiled(make(torch.func), *given)
         reduced = torch.compile(make(torch.func), mode="reduce-overhead")
         calls[REDUCED] = partial(reduced, *given)
         program = tsfunc.specialize(make(tsfunc), backend="cudagraphs")
         calls[CUDA_GRAPHS] = partial(program, *given)
         yield Case(
             f"GPU: {name}",
-            {way: waiting(call) for way, call in calls.items()},
+            {variant: waiting(call) for variant, call in calls.items()},
             base=TORCH_FUNC,
         )

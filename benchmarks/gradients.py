@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import Call, Case
-from benchmarks.ways import INDUCTOR, OURS, SPECIALIZED, ways
+from benchmarks.variants import INDUCTOR, OURS, SPECIALIZED, variants
 
 Params = list[tuple[Tensor, Tensor]]
 
@@ -62,15 +62,15 @@ def cases() -> Iterator[Case]:
         x, labels = torch.randn(batch, SIZES[0]), torch.randint(SIZES[-1], (batch,))
         yield Case(
             f"per-example gradients of an MLP, batch {batch}",
-            ways(per_example, params, x, labels),
+            variants(per_example, params, x, labels),
             goals={OURS: 1.0, SPECIALIZED: goal, INDUCTOR: compiled},
         )
     x, labels = torch.randn(64, SIZES[0]), torch.randint(SIZES[-1], (64,))
     yield Case(
         "gradients of 16 stacked MLPs, batch 64",
-        ways(per_model, mlp_params(16), x, labels),
+        variants(per_model, mlp_params(16), x, labels),
         goals={OURS: 1.0, SPECIALIZED: 0.6, INDUCTOR: 0.42},
     )
     x = torch.randn(12)
     autograd: dict[str, Call] = {"torch.autograd.grad": partial(by_autograd, x)}
-    yield Case("grad call of a tiny function", ways(tiny_grad, x) | autograd)
+    yield Case("grad call of a tiny function", variants(tiny_grad, x) | autograd)

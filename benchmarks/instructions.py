@@ -1,16 +1,16 @@
 """Counts of instructions, which other work on the machine does not change.
 
 NOTE [counts of instructions]
-``counts`` runs the benchmarks in a process of its own under Valgrind's callgrind, with a fixed seed
-of hashes, and without the garbage collector while it counts. Callgrind runs a process about fifty
-times as slowly. It counts only between two calls of torch's ``_valgrind_toggle``, which
-``torch.utils.benchmark`` counts with too; until the first of them, while torch is imported and
-caches fill, its instrumentation is off, which takes a third of the time. The process writes down
-which benchmark each count is of, and callgrind writes the counts.
+``counts`` runs the benchmarks in another process under Valgrind's callgrind, with a fixed hash
+seed, and without the garbage collector while it counts. Callgrind runs a process about fifty
+times slower. It counts only between two calls of torch's ``_valgrind_toggle``, which
+``torch.utils.benchmark`` uses too. Before the first of them, torch is imported and caches fill
+without instrumentation, which takes a third of the time. The process writes down which benchmark
+each count is for, and callgrind writes the counts.
 
-A count is the least of a few, for one call. The same code on the same machine gives counts within
-about one percent. Counts of two releases of torch or Python, or of two kinds of processors, can't
-be compared: torch chooses its kernels by the processor.
+A count is the least of several, for one call. The same code on the same machine gives counts within
+about one percent. Counts from two releases of torch or Python, or from two kinds of processors,
+can't be compared: torch chooses its kernels by the processor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from benchmarks.timing import Call, Case
 
 ROUNDS = 2
-OPERATIONS = 4  # of which one round consists, unless one call has more
+OPERATIONS = 4  # calls of one round, unless one call has more instructions
 TOTALS = "totals: "
 
 
@@ -40,7 +40,7 @@ def available() -> bool:
 
 
 def counts(timeout: float = 1800) -> dict[str, dict[str, int]]:
-    """Return the instructions of a call, by benchmark and way.
+    """Return the instructions of a call, by benchmark and variant.
 
     Raises:
         RuntimeError: the process failed; the message has the end of its output.
@@ -61,31 +61,31 @@ def counts(timeout: float = 1800) -> dict[str, dict[str, int]]:
         least: dict[str, dict[str, int]] = {}
         names = (Path(folder) / "names").read_text().splitlines()
         for number, line in enumerate(names, start=1):
-            name, way, operations = line.split("\t")
+            name, variant, operations = line.split("\t")
             count = _total(Path(f"{output}.{number}")) // int(operations)
-            ways = least.setdefault(name, {})
-            ways[way] = min(count, ways.get(way, count))
+            variants = least.setdefault(name, {})
+            variants[variant] = min(count, variants.get(variant, count))
         return least
 
 
 def _total(path: Path) -> int:
-    """Return the count in a file of callgrind's."""
+    """Return the count in a file of callgrind."""
     lines = path.read_text(errors="replace").splitlines()
     return next(int(line[len(TOTALS) :]) for line in lines if line.startswith(TOTALS))
 
 
 def count(cases: Iterable[Case], names: Path) -> None:
-    """Count each way of each benchmark, except its base, and write down which count is which."""
+    """Count each variant of each benchmark, except its base, and write down the order."""
     calls = list(_calls(cases))
     for case, _, call in calls:
-        # The interpreter specializes its instructions while a function is called a few times.
+        # The interpreter specializes its instructions during the first few calls of a function.
         for _ in range(3 if case.per > 1 else 12):
             call()
     control = ["callgrind_control", "-i", "on", str(os.getpid())]
     subprocess.run(control, check=True, stdout=subprocess.DEVNULL)
     lines = []
     gc.disable()
-    for case, way, call in calls:
+    for case, variant, call in calls:
         times = max(1, OPERATIONS // case.per)
         for _ in range(ROUNDS):
             gc.collect()
@@ -93,12 +93,12 @@ def count(cases: Iterable[Case], names: Path) -> None:
             for _ in range(times):
                 call()
             torch._C._valgrind_toggle_and_dump_stats()
-            lines.append(f"{case.name}\t{way}\t{times * case.per}\n")
+            lines.append(f"{case.name}\t{variant}\t{times * case.per}\n")
     names.write_text("".join(lines))
 
 
 def _calls(cases: Iterable[Case]) -> Iterator[tuple[Case, str, Call]]:
     for case in cases:
-        for way, call in case.calls.items():
-            if way != case.base:
-                yield case, way, call
+        for variant, call in case.calls.items():
+            if variant != case.base:
+                yield case, variant, call

@@ -1,4 +1,4 @@
-"""The cost of named axes over a mesh, over torch's fake backend: no time is spent on transfers.
+"""The cost of named axes over a mesh, with torch's fake backend: transfers take no time.
 
 The process acts as one rank of a simulated mesh; a collective returns its argument at once. The
 figures are the time of the library and of torch on the host.
@@ -32,7 +32,7 @@ TIMES = 100  # collectives in one call
 
 @functools.cache
 def simulated() -> Any:
-    """The mesh, which is left when the process ends."""
+    """A context with the simulated mesh."""
     stack = ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(simulated_rank(0, dp=4, tp=2))
@@ -43,7 +43,7 @@ def group() -> Any:
 
 
 def mapped(body: Callable[[Tensor], Any], check: Any = None) -> Callable[[Tensor], Any]:
-    """The body on this rank's tensor, over one axis."""
+    """Return the body on this rank's tensor, over one axis."""
     return shard_map(
         body, simulated(), P("dp"), P("dp"), axis_names=["dp"], inputs="local", outputs="local",
         check=check,

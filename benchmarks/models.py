@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from benchmarks.timing import Case
-from benchmarks.ways import OURS, SPECIALIZED, compiled, ways
+from benchmarks.variants import OURS, SPECIALIZED, compiled, variants
 from tools.libraries import load_torchvision
 
 WORDS, LENGTH, CLASSES = 50, 16, 10
@@ -84,7 +84,7 @@ def library(name: str) -> Any:
     if importlib.util.find_spec(name) is None:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries warn of is their own
+        warnings.simplefilter("ignore")  # warnings of libraries
         load_torchvision()
         return importlib.import_module(name)
 
@@ -119,6 +119,6 @@ def cases() -> Iterator[Case]:
         args = (params, x, torch.randint(CLASSES, (len(x),)))
         yield Case(
             f"models: per-example gradients of {what}",
-            ways(make, *args) | compiled(make(torch.func), *args),
+            variants(make, *args) | compiled(make(torch.func), *args),
             goals={OURS: 1.0, SPECIALIZED: 0.3},
         )

@@ -12,27 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import Case
-from benchmarks.ways import ways
+from benchmarks.variants import variants
 
-COUNT = 100  # operators in a call: the share of the call itself is small
+COUNT = 100  # operators in a call, so that the cost of the call itself is small
 
 
 def sines(x: Tensor) -> Tensor:
-    """Served by the function handler: the rule is found by ``torch.sin`` itself."""
+    """The function handler serves it, which finds the rule by ``torch.sin`` itself."""
     for _ in range(COUNT):
         x = torch.sin(x)
     return x
 
 
 def rolls(x: Tensor) -> Tensor:
-    """Served by the dispatch handler: the operator arrives from C++ with its schema."""
+    """The dispatch handler serves it: C++ calls the operator with its schema."""
     for _ in range(COUNT):
         x = torch.roll(x, 1, -1)
     return x
 
 
 def layers(x: Tensor) -> Tensor:
-    """Ten calls that models make in eval mode; most are of functions in Python, or do nothing."""
+    """Ten calls of models in eval mode; most are functions in Python, or return their argument."""
     for _ in range(COUNT // 10):
         x = F.dropout(F.relu(x), 0.1, training=False).float().contiguous()
         x = F.softmax(x, -1)[:].clamp(-1, 1)
@@ -46,7 +46,7 @@ def mapped(function: Callable[..., Any], transforms: ModuleType) -> Callable[...
 
 
 def mapped_grad(transforms: ModuleType) -> Callable[..., Any]:
-    """Autograd records each operator on tracers, and its backward formula is dispatched too."""
+    """Autograd records each operator on tracers; its backward formula is dispatched, too."""
     result: Callable[..., Any] = transforms.vmap(transforms.grad(lambda x: sines(x).sum()))
     return result
 
@@ -56,16 +56,17 @@ def cases() -> Iterator[Case]:
     for name, function in (("function", sines), ("dispatch", rolls)):
         yield Case(
             f"one operator in vmap, by the {name} handler",
-            ways(partial(mapped, function), x, specialized=False) | {"plain": partial(function, x)},
+            variants(partial(mapped, function), x, specialized=False)
+            | {"plain": partial(function, x)},
             per=COUNT,
         )
     yield Case(
         "one call of a layer's in vmap",
-        ways(partial(mapped, layers), y, specialized=False) | {"plain": partial(layers, y)},
+        variants(partial(mapped, layers), y, specialized=False) | {"plain": partial(layers, y)},
         per=COUNT,
     )
     yield Case(
         "one operator in vmap of grad, with its backward",
-        ways(mapped_grad, x, specialized=False),
+        variants(mapped_grad, x, specialized=False),
         per=COUNT,
     )

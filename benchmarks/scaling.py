@@ -33,26 +33,26 @@ class Growth:
     """A cost at several sizes.
 
     Attributes:
-        name: what is done.
-        size: what grows.
+        name: the timed call.
+        size: the quantity that grows.
         sizes: the sizes.
-        ways: for each way, a function from a size to the call that is timed.
+        variants: for each variant, a function from a size to the timed call.
         plot: the name of its file.
-        once: whether the call is timed once in a repeat, and nothing warms up.
+        once: True if a repeat times one call, without a warm-up.
     """
 
     name: str
     size: str
     sizes: Sequence[int]
-    ways: dict[str, Callable[[int], Call]]
+    variants: dict[str, Callable[[int], Call]]
     plot: str
     once: bool = False
 
     def measure(self, repeats: int) -> dict[str, list[float]]:
-        """Return the seconds of each way at each size."""
+        """Return the seconds of each variant at each size."""
         return {
-            way: [self._seconds(make(size), repeats) for size in self.sizes]
-            for way, make in self.ways.items()
+            variant: [self._seconds(make(size), repeats) for size in self.sizes]
+            for variant, make in self.variants.items()
         }
 
     def _seconds(self, call: Call, repeats: int) -> float:
@@ -115,7 +115,7 @@ def _writes(count: int) -> Call:
 
 
 def _read_globals(count: int) -> Call:
-    """A call of a program that has read numbers from outside, each of which has a guard."""
+    """A call of a program that reads numbers from outside, each with a guard."""
     numbers = [float(i) for i in range(count)]
 
     def function(x: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def draw(growth: Growth, seconds: dict[str, list[float]], folder: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
-    for way, times in seconds.items():
-        label = f"{way} (n^{exponent(growth.sizes, times):.2f})"
+    for variant, times in seconds.items():
+        label = f"{variant} (n^{exponent(growth.sizes, times):.2f})"
         axes.loglog(growth.sizes, times, marker="o", label=label)
     axes.set(xlabel=growth.size, ylabel="seconds of CPU time", title=growth.name)
     axes.title.set_fontsize("medium")
@@ -245,16 +245,16 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     settle_memory()
     plots = importlib.util.find_spec("matplotlib") is not None
-    print("| cost | way | sizes | least and largest | exponent |\n|---|---|---|--:|--:|")
+    print("| cost | variant | sizes | least and largest | exponent |\n|---|---|---|--:|--:|")
     for growth in growths():
         if args.word not in growth.name:
             continue
         seconds = growth.measure(args.repeats)
-        for way, times in seconds.items():
+        for variant, times in seconds.items():
             sizes = f"{growth.sizes[0]} to {growth.sizes[-1]} {growth.size}"
             ends = f"{1e3 * times[0]:.3g} ms, {1e3 * times[-1]:.3g} ms"
             power = exponent(growth.sizes, times)
-            print(f"| {growth.name} | {way} | {sizes} | {ends} | {power:.2f} |", flush=True)
+            print(f"| {growth.name} | {variant} | {sizes} | {ends} | {power:.2f} |", flush=True)
         if plots:
             draw(growth, seconds, args.plots)
     return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tsfunc
 from benchmarks.timing import Call, Case
-from benchmarks.ways import SPECIALIZED
+from benchmarks.variants import SPECIALIZED
 from tsfunc.types import CompiledDescriptors, compile_descriptors, signature
 
 ROWS = tsfunc.MetaTensorType(["n"], dtype=torch.float32)
@@ -29,7 +29,7 @@ def two_of_many(tensors: list[Tensor]) -> Tensor:
 
 
 def described(tensors: List[ROWS]) -> None:  # type: ignore[valid-type]  # noqa: UP006
-    """Takes any number of tensors of one length."""
+    """Return a function of any number of tensors of one length."""
 
 
 def by_types(check: Callable[..., list[Any]], tensors: list[Tensor]) -> int:
@@ -45,7 +45,7 @@ def by_isinstance(tensors: list[Tensor]) -> int:
 
 
 def checks(tensors: list[Tensor]) -> Case:
-    """Cost of a check of arguments for each leaf, beside the guard; every check passes."""
+    """Cost of the check of arguments for each leaf, beside the guard; every check passes."""
     contract = compile_descriptors(
         {"tensors": List[ROWS]},  # noqa: UP006
         inspect.signature(described),

@@ -1,7 +1,7 @@
-"""Paired timing: ways of doing one thing, checked to agree, then timed in turns.
+"""Paired timing: several variants of one task, checked to agree, then timed in turns.
 
-The load of the machine drifts over seconds, so absolute figures of two runs can't be compared.
-Here every repeat times each way once, in blocks of a few milliseconds, every other repeat in the
+The load of the machine drifts over seconds, so absolute figures of two runs can't be compared. Here
+every repeat times each variant once, in blocks of a few milliseconds, every other repeat in the
 opposite order; a ratio is the median of the repeats' own ratios.
 """
 
@@ -21,7 +21,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds for one operation, and how many times the base's: medians over the repeats."""
+    """Seconds for one operation, and the ratio to the base: medians over the repeats."""
 
     seconds: float
     ratio: float
@@ -29,14 +29,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing done in several ways.
+    """One task with several variants.
 
     Attributes:
-        name: what is done.
-        calls: the ways, by name; they return the same.
-        base: the way that ratios are to.
-        goals: the ratios that are aimed for.
-        per: how many operations one call does; times are given for one.
+        name: the task.
+        calls: the variants, by name; they return the same.
+        base: the variant that ratios refer to.
+        goals: the target ratios.
+        per: the number of operations in one call; times are for one operation.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
     per: int = 1
 
     def failures(self) -> dict[str, str]:
-        """The ways that raise or do not agree with the base, and what is wrong with them."""
+        """Return the variants that raise or disagree with the base, with the reason."""
         expected = self.calls[self.base]()
         found = {}
         for name, call in self.calls.items():
@@ -59,7 +59,7 @@ class Case:
     def measure(
         self, repeats: int, block_seconds: float = 0.01, cpu: bool = False
     ) -> dict[str, Timing | str]:
-        """Times each way that is right, and says what is wrong with the others.
+        """Time each correct variant, and report the others.
 
         With ``cpu``, the figures are the least CPU times of the process instead of medians of wall
         times. Other work on the machine disturbs these less.
@@ -90,16 +90,16 @@ class Case:
 
 
 def settle_memory() -> None:
-    """Let the C library keep what tensors of up to 32 MB free, as it does in a long-lived process.
+    """Let the C library keep freed tensors of up to 32 MB, as it does in a long-lived process.
 
-    Until a block of some size was once freed, each new one is mapped afresh, and its first use
-    costs more than the arithmetic; which sizes these are depends on all that ran before.
+    Until a block of a size is freed once, each new one is mapped afresh, and its first use costs
+    more than the arithmetic; which sizes are affected depends on all earlier calls.
     """
     torch.zeros(32 * 2**20 - 2**12, dtype=torch.uint8)
 
 
 def block(call: Call, count: int, cpu: bool = False) -> float:
-    """Seconds a call, over ``count`` calls."""
+    """Return the seconds of a call, over ``count`` calls."""
     clock = time.process_time if cpu else time.perf_counter
     start = clock()
     for _ in range(count):
@@ -108,13 +108,13 @@ def block(call: Call, count: int, cpu: bool = False) -> float:
 
 
 def calls_per_block(call: Call, block_seconds: float) -> int:
-    """How many calls fill a block, after two that warm up."""
+    """Return the number of calls that fill a block, after two calls that warm up."""
     block(call, 2)
     return max(1, round(block_seconds / block(call, 3)))
 
 
 def medians(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, Timing]:
-    """Over repeats in which every way was timed once."""
+    """Return medians over repeats in which every variant is timed once."""
     return {
         name: Timing(
             statistics.median(times),
@@ -125,7 +125,7 @@ def medians(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, Timi
 
 
 def least(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, Timing]:
-    """The least times, and their ratios."""
+    """Return the least times, and their ratios."""
     return {
         name: Timing(min(times), min(times) / min(seconds[base])) for name, times in seconds.items()
     }

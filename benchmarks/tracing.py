@@ -22,7 +22,7 @@ WEIGHT = torch.ones(4, 4) / 4
 
 
 def function(operators: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A function of so many operators, of several kinds."""
+    """Return a function of this many operators, of several kinds."""
 
     def body(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         for _ in range(operators // IN_A_ROUND):
@@ -34,7 +34,7 @@ def function(operators: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 def traced(operators: int, named: bool) -> int:
-    """Traces with tsfunc; how many operators there were."""
+    """Trace with tsfunc; return the number of operators."""
     descriptors = {"x": Meta(["n", 4])} if named else None
     f = tsfunc.specialize(function(operators), descriptors)
     f(torch.ones(5, 4), WEIGHT)
@@ -42,7 +42,7 @@ def traced(operators: int, named: bool) -> int:
 
 
 def recorded(operators: int, named: bool) -> int:
-    """Traces with make_fx; how many operators there were."""
+    """Trace with make_fx; return the number of operators."""
     mode = "symbolic" if named else "fake"
     return _count(
         make_fx(function(operators), tracing_mode=mode)(torch.ones(5, 4), WEIGHT).graph, operators
@@ -50,7 +50,7 @@ def recorded(operators: int, named: bool) -> int:
 
 
 def _count(graph: Any, operators: int) -> int:
-    """The operators of the function, of which make_fx records the parts."""
+    """Return the operators of the function, whose parts make_fx records."""
     called = operators // IN_A_ROUND * IN_A_ROUND
     assert sum(node.op == "call_function" for node in graph.nodes) >= called
     return called
@@ -58,7 +58,7 @@ def _count(graph: Any, operators: int) -> int:
 
 @dataclass(frozen=True)
 class Long(Case):
-    """A case of which one call takes seconds: it is timed a few times, and nothing warms up."""
+    """A case whose call takes seconds: it is timed a few times, without a warm-up."""
 
     def measure(
         self, repeats: int, block_seconds: float = 0.01, cpu: bool = False
@@ -73,8 +73,8 @@ class Long(Case):
         return {**(least if cpu else medians)(seconds, self.base)}
 
 
-def ways(operators: int, named: bool) -> Mapping[str, Callable[[], int]]:
-    """Both, for sizes of one kind."""
+def variants(operators: int, named: bool) -> Mapping[str, Callable[[], int]]:
+    """Return both variants, for sizes of one kind."""
     return {
         MAKE_FX: lambda: recorded(operators, named),
         NAMED if named else STATIC: lambda: traced(operators, named),
@@ -87,10 +87,10 @@ def cases() -> Iterator[Case]:
             kind = "symbolic sizes" if named else "static sizes"
             name = f"trace of {operators} operators with {kind}, for one"
             goals = {NAMED: 0.3} if named else {STATIC: 0.15}
-            yield Long(name, ways(operators, named), base=MAKE_FX, goals=goals)
+            yield Long(name, variants(operators, named), base=MAKE_FX, goals=goals)
     lengths = {
-        f"{way}, {operators} operators": (lambda o=operators, n=named: traced(o, n))
-        for way, named in ((STATIC, False), (NAMED, True))
+        f"{variant}, {operators} operators": (lambda o=operators, n=named: traced(o, n))
+        for variant, named in ((STATIC, False), (NAMED, True))
         for operators in (500, 10_000)
     }
     yield Long("trace of 10,000 operators, for one", lengths, base=f"{STATIC}, 500 operators")

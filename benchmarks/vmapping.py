@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Case
-from benchmarks.ways import INDUCTOR, OURS, SPECIALIZED, ways
+from benchmarks.variants import INDUCTOR, OURS, SPECIALIZED, variants
 
 
 def identity(x: Tensor) -> Tensor:
@@ -48,17 +48,17 @@ def laplacian(transforms: ModuleType) -> Callable[..., Any]:
 def cases() -> Iterator[Case]:
     yield Case(
         "vmap call of the identity",
-        ways(partial(vmap_of, identity), torch.randn(3, 4), specialized=False),
+        variants(partial(vmap_of, identity), torch.randn(3, 4), specialized=False),
         goals={OURS: 0.25},
     )
     x = torch.randn(16, 12)
     yield Case(
         "vmap of 50 small elementwise operators",
-        ways(partial(vmap_of, fifty_small), x) | {"by hand": partial(fifty_small, x)},
+        variants(partial(vmap_of, fifty_small), x) | {"by hand": partial(fifty_small, x)},
         goals={OURS: 1.0, SPECIALIZED: 0.52, INDUCTOR: 0.08},
     )
     yield Case(
         "vmap of a Laplacian, 64 points of 8 dims",
-        ways(laplacian, torch.randn(32, 8), torch.randn(32), torch.randn(64, 8)),
+        variants(laplacian, torch.randn(32, 8), torch.randn(32), torch.randn(64, 8)),
         goals={OURS: 1.0, SPECIALIZED: 0.2, INDUCTOR: 0.04},
     )

@@ -1,15 +1,15 @@
-"""Writes the catalogue of torch's operators anew: ``python -m tools.catalogue [--retry]``.
+"""Regenerate the catalogue of torch's operators: ``python -m tools.catalogue [--retry]``.
 
-It also puts the census into ``docs/operators.md``.
+The command also updates the census in ``docs/operators.md``.
 
-``tsfunc/ops/catalogue/aten.tsv`` has a line for each ATen overload that ``import torch``
-registers. It follows from the schemas of the torch at hand, from ``decided.txt``, and from
-what trying each operator showed, which is kept in the file itself. After a change of
-``decided.txt`` or of a rule, run this; after a change of torch, run it with ``--retry``, which
-takes ten minutes and tries every operator again.
+``tsfunc/ops/catalogue/aten.tsv`` has a line for each ATen overload that ``import torch`` registers.
+The lines follow from the schemas of the installed torch, from ``decided.txt``, and from trial calls
+of each operator, whose results are kept in the file itself. After a change of ``decided.txt`` or of
+a rule, run this; after a change of torch, run it with ``--retry``, which tries every operator again
+in ten minutes.
 
-Some operators crash the process when they are tried. They are tried in a process of their own,
-which goes on after the one that crashed.
+Some operators crash the process when they are tried. The trials run in another process, which is
+started again after a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECONDS = 120  # for one operator
 
 
 def try_all(names: Sequence[str]) -> dict[str, Evidence]:
-    """Return the observed behaviour of each operator; empty if it crashes the process."""
+    """Return the observed behaviour of each operator; empty if the operator crashes the process."""
     found: dict[str, Evidence] = {}
     rest = list(names)
     crashed = ""
@@ -44,7 +44,7 @@ def try_all(names: Sequence[str]) -> dict[str, Evidence]:
         found.update(done)
         rest = rest[len(done) :]
         if rest and rest[0] == crashed:
-            found[rest.pop(0)] = Evidence()  # in a fresh process too, so it was this one
+            found[rest.pop(0)] = Evidence()  # it crashes a fresh process, too
             print(f"{crashed} crashes", file=sys.stderr)
         crashed = rest[0] if rest else ""
     return found
@@ -60,10 +60,10 @@ def _in_a_process(names: Sequence[str]) -> Iterator[tuple[str, Evidence]]:
 
 
 def worker() -> None:
-    """Reads names, and writes for each a line with what trying it showed."""
+    """Read names of operators, and write a line with the result of the trial of each."""
     warnings.simplefilter("ignore")
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what operators print
+    os.dup2(2, 1)  # output of operators
     for name in sys.stdin.read().split():
         signal.alarm(SECONDS)
         signature = signature_of(name)
@@ -75,7 +75,7 @@ START, END = "<!-- census -->\n", "<!-- end of census -->"
 
 
 def census() -> str:
-    """The table of the docs: how many operators each category has, and how they came to it."""
+    """Return the docs' table: numbers of operators by category, and by the category's source."""
     lines = Counter(line.category for line in read_table().values())
     sources: dict[Category, Counter[str]] = {category: Counter() for category in Category}
     for line in read_table().values():
@@ -97,13 +97,13 @@ def census() -> str:
 
 
 def with_census(page: str) -> str:
-    """The page of the docs, with the census as it is now."""
+    """Return the page of the docs with the present census."""
     before, _, rest = page.partition(START)
     return f"{before}{START}{census()}{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Writes the catalogue of torch's operators.")
     parser.add_argument("--retry", action="store_true", help="try every operator again")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -1,14 +1,14 @@
-"""Sweeps the operator database; writes ``docs/coverage.md`` and ``coverage_derivatives.md``.
+"""Sweep the operator database, and write ``docs/coverage.md`` and ``coverage_derivatives.md``.
 
     python -m tools.coverage                                   float32, vmap and vmap(vmap)
     python -m tools.coverage --dtypes all --most 4             every type, four samples of each row
     python -m tools.coverage --modes derivatives --dtypes all  vmap(grad), grad(vmap), vmap(jvp)
     python -m tools.coverage --modes "vmap(grad)" --match add  one mode, rows by a pattern
-    python -m tools.coverage --report                          the pages alone, of what was found
+    python -m tools.coverage --report                          write the pages from earlier results
 
-Each row runs in a process that may crash. Results go to ``build/coverage.jsonl``, which is gone on
-with where it exists; ``--anew FAIL,WRONG`` does rows with these verdicts again. A page is written
-if there are results for it.
+Each row runs in a process that may crash. Results go to ``build/coverage.jsonl``; an existing file
+is continued. ``--anew FAIL,WRONG`` runs rows with these verdicts again. A page is written if there
+are results for it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ sample of each row in float64. No operator loops. These differ:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the docs: of which modes it is, and what it says before and after their tables."""
+    """A page of the docs: its modes, and the text before and after their tables."""
 
     path: Path
     modes: tuple[str, ...]
@@ -138,7 +138,7 @@ PAGES = (
 
 
 def page(form: Page, results: Sequence[Result], note: str = "") -> str:
-    """The text of a page for these results; the note says what was tried."""
+    """Return the text of a page for these results; the note states the sample."""
     own = [result for result in results if result.mode in form.modes]
     parts = [f"{form.head}\n{_VERDICTS}", _samples(own, note)]
     for mode in form.modes:
@@ -180,13 +180,13 @@ def _line(name: str, results: Sequence[Result]) -> str:
 
 
 def share(results: Iterable[Result]) -> float:
-    """How many of a hundred rows that can be compared are right."""
+    """Return the percentage of right rows among the comparable ones."""
     counted = [r.verdict in RIGHT for r in results if r.verdict != Verdict.NONE.name]
     return 100 * sum(counted) / max(len(counted), 1)
 
 
 def _exceptions(results: Sequence[Result]) -> str:
-    """The rows that are not right: by name, with the reason."""
+    """Return the lines on the rows that are not right: by name, with the reason."""
     found: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:
         if result.verdict in (*RIGHT, Verdict.NONE.name):

@@ -1,11 +1,12 @@
-"""Reads damaged files: each has to be a FileFormatError, or a program, and nothing in it may run.
+"""Read damaged files: each is a FileFormatError or a valid program, and no code in it may run.
 
     python -m tools.fuzz_files                       100,000 files
     python -m tools.fuzz_files --count 2000 --seed 7
-    python -m tools.fuzz_files --keep build/fuzz     what was wrong or slow is kept there, as files
+    python -m tools.fuzz_files --keep build/fuzz     keep the failing and slow files there
 
 The files are read in a process of their own, which may crash: it then goes on with the next file.
-Each is given a limit of time, and the process one of memory. The slowest are shown at the end.
+Each file has a time limit, and the process a memory limit. The end of the output lists the slowest
+files.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tests.program.damage import damaged
 from tests.program.saved_functions import files
 from tests.program.watched_reading import load_whole, read, watch, what_it_is
 
-MEMORY = 8 << 30  # bytes that the reading process may map, most of it for torch's own code
-EXAMPLES = 400  # files that a seed makes
+MEMORY = 8 << 30  # bytes that the reading process may map, mostly torch's own code
+EXAMPLES = 400  # files for each seed
 _RIGHT = ("refused", "loaded")
 _SLOW = 1.0  # seconds for one file
 
@@ -42,7 +43,7 @@ _SLOW = 1.0  # seconds for one file
 def _numbered(
     count: int, seed: int, whole: list[bytes]
 ) -> Iterator[tuple[int, bytes, bytes, bool]]:
-    """Damaged files: the number of each, what it was made from, it, and whether by a hostile."""
+    """Yield damaged files: number, the original's name, bytes, True if checksums are right."""
     for number in range(count):
         if number % EXAMPLES == 0:
             rng = random.Random(seed + number)
@@ -53,7 +54,7 @@ def _numbered(
 def _work(
     to: Connection, start: int, count: int, seed: int, limit: float, folder: str, keep: Path | None
 ) -> None:
-    """Reads the files from a number on, keeps those to look at, and sends what came of each."""
+    """Read the files from a number on, keep the notable ones, and send the result of each."""
     torch.set_num_threads(1)
     path = Path(folder)
     whole = [each.read_bytes() for each in sorted(path.glob("whole*.tsf"))]
@@ -76,7 +77,7 @@ def _work(
 
 
 def _peak() -> int:
-    """The most memory that the process has had, in bytes."""
+    """Return the peak memory of the process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -94,7 +95,7 @@ def _verdict(path: Path, broken: bytes, expected: Any) -> str:
 
 
 def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
-    """Reads so many files; how many were wrong."""
+    """Read ``count`` files; return the number of failures."""
     verdicts: Counter[str] = Counter()
     times: list[tuple[float, int]] = []
     most = start = 0
@@ -120,7 +121,7 @@ def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
                         if current % 1000 == 999:
                             print(current + 1, dict(verdicts), max(times), flush=True)
                 start = count
-            except EOFError:  # it has crashed, or taken too long
+            except EOFError:  # the process has crashed, or exceeded the limit
                 if current < start:
                     raise RuntimeError("the reading process could not be started") from None
                 verdicts["crashed, or took too long"] += 1
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for one file")
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
-    os.environ["TSFUNC_RAGE"] = "off"  # the record of errors opens files
+    os.environ["TSFUNC_RAGE"] = "off"  # the error record opens files
     return int(run(given.count, given.seed, given.limit, given.keep) > 0)
 
 

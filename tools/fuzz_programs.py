@@ -1,12 +1,12 @@
-"""Runs random programs under random towers of transforms, and compares with loops and autograd.
+"""Run random programs under random towers of transforms; compare them with loops and autograd.
 
-    python -m tools.fuzz_programs                          a minute, with a seed of its own
+    python -m tools.fuzz_programs                          a minute, with a new seed
     python -m tools.fuzz_programs --seconds 900 --seed 7
-    python -m tools.fuzz_programs --mode sessions          of one mode alone
+    python -m tools.fuzz_programs --mode sessions          one mode only
     python -m tools.fuzz_programs --only 7/123             one program again
-    python -m tools.fuzz_programs --keep build/fuzz        failures are kept there, as tests
+    python -m tools.fuzz_programs --keep build/fuzz        keep failures there, as tests
 
-The page ``docs/fuzzing.md`` says what is drawn, and what is not.
+The page ``docs/fuzzing.md`` describes the programs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tools.fuzz.workers import Worker
 _SHOWN = 3  # failures of each cause that are minimized
 
 
-# Each of so many draws in a row has its mode.
+# The number of draws in a row for each mode.
 _MODES = ("towers", "sessions", "towers", "towers", "towers") * 5
 _ROUND = (*_MODES[:-2], "interrupts", "threads")
 _AT_ONCE = 4  # programs that threads share
 
 
 def drawn(seed: str, inductor: bool = False) -> Any:
-    """Return what a seed stands for; its last part may name a mode: "7/123/sessions"."""
+    """Return the program of a seed; the seed's last part may name a mode: "7/123/sessions"."""
     rng = random.Random(seed)
     mode = mode_of(seed)
     if mode == "sessions":
@@ -51,7 +51,7 @@ def drawn(seed: str, inductor: bool = False) -> Any:
 
 
 def mode_of(seed: str) -> str:
-    """Return the mode in which the draw of a seed runs."""
+    """Return the mode of a seed's draw."""
     last = seed.rpartition("/")[2]
     return last if last in MODES else "towers"
 
@@ -65,7 +65,7 @@ def fuzz(
     inductor: bool = False,
     tolerated: Sequence[str] = (),
 ) -> int:
-    """Run what is drawn for so long; return the number of distinct failures.
+    """Run random programs for some seconds; return the number of distinct failures.
 
     Args:
         tolerated: kinds of failures that are printed and not counted.
@@ -125,21 +125,21 @@ def show(seed: str, one: Any, verdict: Verdict, worker: Worker, keep: Path | Non
 
 
 def _minimized_text(mode: str, one: Any, verdict: Verdict, worker: Worker) -> tuple[str, Verdict]:
-    hangs = verdict.kind == HANGS  # each run of a smaller one might take the limit of time
+    hangs = verdict.kind == HANGS  # each run of a smaller program might take the time limit
     if isinstance(one, Session):
         if hangs:
             return as_program(one, verdict), verdict
         session = minimized_session(one, verdict, lambda s: worker.run(s, mode))
         return as_program(session, verdict), worker.run(session, mode)
     if not isinstance(one, Program) or mode != "towers" or hangs:
-        # Outside of this mode a failure depends on chance, and may not come again.
+        # In other modes a failure depends on chance, and may not repeat.
         programs = one if isinstance(one, tuple) else (one,)
         return "\n\n".join(f"# in mode {mode}\n{source(p)}" for p in programs), verdict
     small = minimized(one, verdict, worker.run)
     last = worker.run(small)
     try:
         return as_test(small, last), last
-    except Exception as error:  # the reference dies with it, for want of memory say
+    except Exception as error:  # the reference dies too, for lack of memory for example
         return f"# {error}\n{source(small)}", last
 
 

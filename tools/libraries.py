@@ -1,4 +1,4 @@
-"""Imports of other libraries that need help beside a torch for CPUs."""
+"""Imports of other libraries that need help with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def load_torchvision() -> None:
-    """Import torchvision if it is installed, also where its C++ operators do not load.
+    """Import torchvision if it is installed, even if its C++ operators do not load.
 
-    Its wheels on PyPI are for CUDA. Beside a torch for CPUs its Python code fails for two operators
-    that no model of the tests and benchmarks calls.
+    Its wheels on PyPI are for CUDA. With a CPU build of torch, two of its operators fail in Python;
+    the models of the tests and benchmarks call neither.
     """
     if importlib.util.find_spec("torchvision") is None:
         return

@@ -1,11 +1,11 @@
-"""Sweeps the operator database with names for sizes, and writes ``docs/coverage_named.md``.
+"""Sweep the operator database with named sizes, and write ``docs/coverage_named.md``.
 
     python -m tools.named                          every entry, with names found in both ways
     python -m tools.named --match cat --most 9     entries by a pattern, nine samples of each
-    python -m tools.named --report                 the page alone, of what was found
+    python -m tools.named --report                 write the page from earlier results
 
-Each entry runs in a process that may crash. Results go to ``build/named.jsonl``, which is gone on
-with where it exists; ``--anew FAIL,WRONG,DATA`` does entries with these verdicts again.
+Each entry runs in a process that may crash. Results go to ``build/named.jsonl``; an existing file
+is continued. ``--anew FAIL,WRONG,DATA`` runs entries with these verdicts again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ compared by shapes. The worst sample decides the verdict. `tests/ops/named_dims.
 
 
 def page(results: Sequence[Result], note: str = "") -> str:
-    """The page for these results; the note says what was tried."""
+    """Return the page for these results; the note states the sample."""
     lines = [HEAD]
     if note:
         lines += [note, ""]

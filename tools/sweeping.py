@@ -1,8 +1,8 @@
-"""Tasks of the sweep in processes of their own, with the results in a file.
+"""Run the tasks of a sweep in other processes, with the results in a file.
 
-A task is a row of the operator database, a type and a mode. Some of torch's operators crash the
-process: a task that does so is tried again with torch's side alone, which tells whose fault it is.
-A file that exists is gone on with: its tasks are not done again.
+A task is a row of the operator database, a dtype and a mode. Some of torch's operators crash the
+process: their tasks run again with torch's side alone, which shows if torch is the cause. An
+existing file is continued: tasks with a result are not run again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Outcome, Verdict, sweep
 MODES = {mode.name: mode for mode in (VMAP, VMAP_VMAP, *derivatives.MODES, *derivatives.FURTHER)}
 PLAIN = (VMAP.name, VMAP_VMAP.name)  # the modes without derivatives
 DERIVATIVES = tuple(mode.name for mode in derivatives.MODES)
-NAMED = tuple(named_sweep.WAYS)  # of specialize, with names for sizes
-KEPT = 3  # messages of each kind that are kept of a task
-LIMIT = 300  # seconds for a task
+NAMED = tuple(named_sweep.WAYS)  # modes of specialize, with named sizes
+KEPT = 3  # messages of each verdict that a task keeps
+LIMIT = 300  # seconds for each task
 
 
 @dataclass(frozen=True)
 class Task:
-    """``most``: how many samples of the row; None for all. ``plain``: torch's side alone."""
+    """``most``: number of samples of the row; None for all. ``plain``: run torch's side alone."""
 
     row: str
     dtype: str
@@ -56,13 +56,13 @@ class Task:
 
 @dataclass
 class Result:
-    """How a task went.
+    """The result of a task.
 
     Attributes:
-        verdict: the worst of all batches'.
-        counts: how many batches had each verdict.
-        messages: of each verdict but OK some: the verdict, the batch, and what was said.
-        most: how many samples of the row were tried at most; None for all.
+        verdict: the worst verdict of all batches.
+        counts: the number of batches with each verdict.
+        messages: some messages for each verdict but OK: the verdict, the batch, and the text.
+        most: the largest number of samples tried; None for all.
     """
 
     row: str
@@ -85,7 +85,7 @@ def tasks_of(
     most: int | None = None,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Task]:
-    """Every row of these variants in the types given, by default all that it lists."""
+    """Yield every row of these variants in these dtypes; the default is all dtypes of the row."""
     wanted = None if dtypes is None else set(dtypes)
     for mode in modes:
         for row in (row for row in rows() if row.variant in variants):
@@ -99,7 +99,7 @@ def _types(row: Row, mode: str) -> frozenset[torch.dtype]:
 
 
 def run_task(task: Task) -> Result:
-    """Does a task in this process."""
+    """Run a task in this process."""
     row = next(row for row in rows() if row.name == task.row)
     start = time.monotonic()
     counts: Counter[str] = Counter()
@@ -129,9 +129,9 @@ def _outcomes(row: Row, task: Task) -> Iterator[Outcome]:
 
 
 def serve() -> None:
-    """Does the tasks that come by the line; prints a line for each."""
+    """Run the tasks from stdin, one in each line; print a line for each."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is not a result
+    os.dup2(2, 1)  # output of torch is not a result
     for line in sys.stdin:
         signal.alarm(LIMIT)
         result = run_task(Task(**json.loads(line)))
@@ -140,13 +140,13 @@ def serve() -> None:
 
 
 class _Server:
-    """A process that does tasks, and another one when it has died."""
+    """A process that runs tasks, and is replaced when it dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, task: Task) -> Result | int:
-        """Its result, or what the process ended with."""
+        """Return the result of a task, or the reason why the process ended."""
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from tools.sweeping import serve; serve()"],
@@ -178,7 +178,7 @@ def _do(server: _Server, task: Task) -> Result:
     if isinstance(answer, Result):
         return answer
     how = "took too long" if answer == -signal.SIGALRM else f"the process ended with {answer}"
-    if answer > 0:  # an error of Python, which is the sweep's own
+    if answer > 0:  # an error of Python, which is a fault of the sweep itself
         return Result(*task.key, Verdict.FAIL.name, messages=[(Verdict.FAIL.name, "", how)])
     alone = server.ask(dataclasses.replace(task, plain=True))
     if isinstance(alone, Result):
@@ -188,7 +188,7 @@ def _do(server: _Server, task: Task) -> Result:
 
 
 def read(path: Path) -> list[Result]:
-    """The results in a file; the last one of each task."""
+    """Return the results in a file; the last result of each task."""
     if not path.exists():
         return []
     results = [Result(**json.loads(line)) for line in path.read_text().splitlines() if line]
@@ -196,13 +196,13 @@ def read(path: Path) -> list[Result]:
 
 
 def forget(path: Path, verdicts: Iterable[str]) -> None:
-    """Takes the results with these verdicts out of a file."""
+    """Remove the results with these verdicts from a file."""
     kept = [result for result in read(path) if result.verdict not in set(verdicts)]
     path.write_text("".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in kept))
 
 
 def run(tasks: Iterable[Task], path: Path, workers: int = 2) -> None:
-    """Does those of the tasks that the file has no result of, and adds theirs to it."""
+    """Run the tasks without a result in the file, and append their results."""
     done = {result.key for result in read(path)}
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     for task in tasks:
@@ -232,7 +232,7 @@ def run(tasks: Iterable[Task], path: Path, workers: int = 2) -> None:
 
 
 def parser(prog: str, description: str | None, file: Path, most: int) -> argparse.ArgumentParser:
-    """The options that every sweep has; ``file`` and ``most`` are what they are by default."""
+    """Return a parser with the options of every sweep; ``file`` and ``most`` are the defaults."""
     options = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -247,7 +247,7 @@ def parser(prog: str, description: str | None, file: Path, most: int) -> argpars
 
 
 def results_of(tasks: Iterable[Task], options: argparse.Namespace) -> list[Result]:
-    """Return the contents of the file once the tasks that the options ask for are done."""
+    """Return the contents of the file after the tasks that the options select."""
     if not options.report:
         if options.anew:
             forget(options.file, options.anew.split(","))

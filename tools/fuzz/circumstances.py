@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tsfunc.bridge import compiled
 
-# Those that change what is called, and that the reference has, too.
+# Circumstances that change the call itself, also in the reference.
 GRADIENTS = "gradients"  # all floats require grad, and the gradients are results
 FLOAT32 = "float32"  # all floats are of this dtype
 OTHERS = "others"  # other captured tensors
@@ -62,7 +62,7 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# Those around a call of tsfunc, each with a function that returns a context manager.
+# Circumstances around a call of tsfunc, each with a function that returns a context manager.
 CONTEXTS: Mapping[str, Any] = {
     "python handlers": compiled.paused,
     "flops": lambda: FlopCounterMode(display=False),

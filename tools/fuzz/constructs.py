@@ -1,9 +1,9 @@
 """The constructs that functions are drawn from: a list for each family.
 
-A construct takes a ``Draw`` and adds statements by its ``let`` and ``do``. An expression alone is
-written as a template: ``{x}`` is a tensor of floats, ``{y}`` one that broadcasts to it, ``{n}`` a
-number, ``{m}`` a mask in the shape of ``{x}``, ``{d}`` and ``{e}`` dims of it. A statement
-that torch refuses is drawn again, so a template need not hold for all shapes.
+A construct takes a ``Draw`` and adds statements by its ``let`` and ``do``. A construct that is a
+single expression is a template: ``{x}`` is a tensor of floats, ``{y}`` one that broadcasts to it,
+``{n}`` a number, ``{m}`` a mask in the shape of ``{x}``, ``{d}`` and ``{e}`` dims of it. A
+statement that torch refuses is drawn again, so a template may fail for some shapes.
 """
 
 from __future__ import annotations
@@ -470,7 +470,7 @@ def by_mask_argument(d: Draw) -> None:
 
 
 def selected(d: Draw) -> None:
-    """Read by a mask, in forms that need no size."""
+    """Read by a mask, in forms that need no data-dependent size."""
     x = d.float(min_rank=1)
     m = d.mask(x)
     d.let(
@@ -481,7 +481,7 @@ def selected(d: Draw) -> None:
 
 
 def _written(d: Draw, min_rank: int = 0, *, own: bool = False) -> str:
-    """Return a tensor that the function makes, to be written into; ``own``: in the same block."""
+    """Return a tensor that the function may write into; ``own``: made in the same block."""
     shared = [name for name in d.shared if len(d.shape(name)) >= min_rank]
     if shared and not own and d.chance(0.5):
         return str(d.rng.choice(shared))
@@ -689,7 +689,7 @@ def _predicate(d: Draw, x: str) -> str:
 
 
 def _shaped(d: Draw, shape: tuple[int, ...]) -> Callable[[], str]:
-    """Return a result in a shape, of a late variable of the block."""
+    """Return a result in a shape, from a recent variable of the block."""
 
     def result() -> str:
         late = [
@@ -716,7 +716,8 @@ def choice(d: Draw) -> None:
     shape = d.shape(x)
     by = d.float()
     pred = _predicate(d, by)
-    # A tensor that branches write into. Examples that choose differently have one each.
+    # A tensor that branches write into. Examples that choose different branches have separate
+    # tensors.
     shared = [d.let(f"{x} * {d.number()} + {by}.sum()")] if d.chance(0.3) else []
     count = d.rng.choice([2, 2, 3])
     branches = tuple(d.block("branch", params, 2, _shaped(d, shape), shared) for _ in range(count))
@@ -813,7 +814,7 @@ def associative(d: Draw) -> None:
 
 
 def nested(d: Draw) -> None:
-    """A transform of a local function, which closes over what is outside of it."""
+    """Add a transform of a local function that closes over outer variables."""
     x = d.float(min_rank=1)
     p = f"p{d.taken + 1}"
     kind = d.rng.randrange(9)
@@ -898,7 +899,8 @@ CONSTRUCTS: dict[str, list[Construct]] = {
     "collectives": [collective],
 }  # fmt: skip
 
-# What is drawn in bodies of control flow and of nested transforms; in deeper ones, the first.
+# The constructs in bodies of control flow and of nested transforms; deeper bodies have the first
+# list.
 PLAIN_CONSTRUCTS = (
     "elementwise", "elementwise", "elementwise", "reductions", "views", "products", "indexing",
     "writes", "norms and losses", "sorting",

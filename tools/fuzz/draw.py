@@ -1,7 +1,7 @@
-"""Draws random functions: each statement is run on one example as it is drawn.
+"""Draw random functions: each statement runs on one example as it is drawn.
 
-A statement that torch refuses, or whose values are not finite or too large, is dropped; so a
-construct need not know which shapes an operator takes.
+A statement is dropped if torch refuses it, or if its values are not finite or too large. A
+construct therefore does not need to know which shapes an operator accepts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Draw:
         return f"{self.rng.choice([-2, -1, 0.5, 1.5, 2, 3, -0.25])}"
 
     def variable(self, kind: str, fits: Callable[[torch.Tensor], bool] = lambda x: True) -> str:
-        """Return a variable of a kind ("float", "index", "mask"), rather a late one."""
+        """Return a variable of a kind ("float", "index", "mask"); recent ones are more likely."""
         dtype = {"float": torch.float64, "index": torch.int64, "mask": torch.bool}[kind]
         names = [
             name
@@ -71,7 +71,7 @@ class Draw:
         return self.variable("float", lambda x: min_rank <= x.dim() <= max_rank)
 
     def like(self, x: str) -> str:
-        """Return a float that broadcasts to the shape of ``x``, as a variable or made anew."""
+        """Return a float that broadcasts to the shape of ``x``: a variable or a new expression."""
         shape = self.shape(x)
 
         def fits(y: torch.Tensor) -> bool:
@@ -107,7 +107,7 @@ class Draw:
         )
 
     def indices(self, size: int, shape: Sequence[int]) -> str:
-        """Return an expression of indices below ``size``, the same for all examples or not."""
+        """Return an expression of indices below ``size``, shared by all examples or not."""
         if not size:
             raise RejectedError("no elements")
         text = ", ".join(map(str, shape))
@@ -150,7 +150,8 @@ class Draw:
         except Exception as error:
             raise RejectedError(str(error)) from None
         if not all(x.equal(self.env[name]) for name, x in captured.items()):
-            # Through an alias, such as a contiguous tensor of one element: the next call differs.
+            # A write through an alias, such as a contiguous tensor of one element, changes the next
+            # call.
             raise RejectedError("writes into a captured tensor")
         if statement.target is not None:
             value = scope[statement.target]
@@ -159,7 +160,7 @@ class Draw:
         self.body.append(statement)
 
     def check(self) -> None:
-        """Refuse values that a comparison would make nothing of."""
+        """Refuse values that would make a comparison meaningless."""
         for value in self.env.values():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -172,7 +173,7 @@ class Draw:
 
     @contextmanager
     def attempt(self, construct: str) -> Iterator[None]:
-        """Take back what a rejected construct has added."""
+        """Add a construct; remove its statements if it is rejected."""
         body, env = list(self.body), dict(self.env)
         copies = {k: v.clone() for k, v in env.items() if isinstance(v, torch.Tensor)}
         self.construct = construct
@@ -214,7 +215,7 @@ class Draw:
 
 
 def draw_function(rng: random.Random, seed: str, families: Sequence[str] | None = None) -> Program:
-    """Draw a function of one example, without a tower; of some families of constructs or all."""
+    """Draw a function of one example, without a tower, from some families of constructs or all."""
     from tools.fuzz.constructs import CONSTRUCTS, construct_of
 
     sizes = rng.sample([2, 3, 4, 5], 4)
@@ -267,7 +268,7 @@ def _leaf(rng: random.Random, sizes: Sequence[int], phase: int, kinds: Sequence[
 
 
 def _result(draw: Draw) -> str:
-    """Return the expression of what the function returns: always something that is a float."""
+    """Return the expression of the function's result, which always has a float."""
     names = [
         name
         for name, value in draw.env.items()

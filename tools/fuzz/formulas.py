@@ -1,4 +1,4 @@
-"""Operators whose own derivatives torch gets wrong from some order on, written out.
+"""Formulas for operators whose higher derivatives are wrong in torch.
 
 The reference runs under this mode, so that it differentiates plain arithmetic. torch's formulas of
 second order for normalizations, for example, assume that the statistics are those of the forward
@@ -89,7 +89,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 
 
 class Formulas(TorchFunctionMode):
-    """Runs these operators as arithmetic; each is called once as it is, for its errors."""
+    """Run these operators as arithmetic; also call each operator once itself, for its errors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

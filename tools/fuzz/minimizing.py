@@ -1,7 +1,7 @@
-"""Makes a failing program smaller as long as it fails alike.
+"""Minimize a failing program while it fails in the same way.
 
-A step takes something away: a transform, a call, a statement, an option, a block's statements, or
-makes a size smaller. A change is kept where the verdict has the same kind and the same cause.
+A step removes a transform, a call, a statement, an option or the statements of a block, or makes a
+size smaller. A change is kept if the verdict has the same kind and the same cause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Fails = Callable[[Program], bool]
 def minimized(
     program: Program, verdict: Verdict, run: Callable[[Program], Verdict], most: int = 300
 ) -> Program:
-    """Return the smallest program found that fails as ``verdict`` says, in ``most`` runs."""
+    """Return the smallest program found that fails like ``verdict``, in at most ``most`` runs."""
     left = most
 
     def fails(candidate: Program) -> bool:
@@ -102,7 +102,7 @@ def _fewer_statements(program: Program) -> Iterator[Program]:
 
 
 def _smaller_bodies(body: tuple[Statement, ...], result: str) -> Iterator[tuple[Statement, ...]]:
-    """Yield the body with a statement less, or one that is replaced by something simpler."""
+    """Yield the body without one statement, or with a simpler one in its place."""
     for i in reversed(range(len(body))):
         statement = body[i]
         rest = body[:i] + body[i + 1 :]
@@ -128,7 +128,7 @@ def _smaller_bodies(body: tuple[Statement, ...], result: str) -> Iterator[tuple[
 
 
 def _operands(statement: Statement, written: bool) -> Iterator[str]:
-    """Yield expressions simpler than the statement's own; copies, where something is written."""
+    """Yield simpler expressions for the statement; copies if its value is written into."""
     text = statement.text.split(" = ", 1)[1]
     for name in dict.fromkeys(re.findall(r"\b[xvcpq]\d+\b", text)):
         simple = f"{name}.clone()" if written else name
@@ -139,7 +139,7 @@ def _operands(statement: Statement, written: bool) -> Iterator[str]:
 
 
 def _inlined(program: Program) -> Iterator[Program]:
-    """Put the name that a statement copies in place of its own."""
+    """Replace the name of a copy by the name that it copies."""
     for i, statement in enumerate(program.body):
         match = re.fullmatch(r"([a-z]+\d+) = ([a-z]+\d+)", statement.text)
         if match:

@@ -1,4 +1,4 @@
-"""Ways to run what was drawn; a worker is asked for one by its name."""
+"""Ways to run a drawn program; a request to a worker names one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SLOW = 1.0  # CPU seconds; a slower program is not repeated in threads
 
 
 def run_threads(programs: tuple[Program, ...]) -> Verdict:
-    """Run programs in threads at once; those that are right and fast alone must be right there."""
+    """Run programs in threads at once: those that are right and fast alone must be right."""
     good: list[tuple[Program, list[Any]]] = []
     for drawn in programs:
-        program = drawn.with_(circumstances=())  # some of them hold for all threads
+        program = drawn.with_(circumstances=())  # some of the settings are shared by all threads
         begin = time.process_time()
         if running.run(program).kind == OK and time.process_time() - begin < _SLOW:
             with warnings.catch_warnings():
@@ -51,7 +51,7 @@ def run_threads(programs: tuple[Program, ...]) -> Verdict:
             if verdict.failed:
                 verdicts.append(verdict)
 
-    with warnings.catch_warnings():  # its filters are not a thread's own
+    with warnings.catch_warnings():  # warning filters are shared by all threads
         warnings.simplefilter("ignore")
         threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
         for thread in threads:
@@ -114,7 +114,7 @@ def _interrupted(program: Program, after: float) -> bool:
             running.results(program, tsfunc)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (KeyboardInterrupt, Exception):
-        # torch turns an interrupt in a callback of C++ into an error of its own.
+        # torch turns an interrupt in a callback of C++ into its own error.
         signal.setitimer(signal.ITIMER_REAL, 0)
         return True
     return False

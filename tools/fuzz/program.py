@@ -2,7 +2,7 @@
 
 A program is a function of tensors (statements, some with blocks: the bodies of control flow), a
 tower of transforms around it, and calls. It is plain data that pickles, so a process that may die
-can run it, and a minimizer can take parts away. Its Python needs torch and tsfunc alone.
+can run it, and a minimizer can remove parts. Its Python needs torch and tsfunc alone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Statement:
-    """One line and the blocks that stand before it.
+    """One line and the blocks that precede it.
 
     Attributes:
         text: the line; ``v3 = ...`` defines a variable, others write into one.
-        construct: the family that it is counted under.
+        construct: the family that counts it.
     """
 
     text: str
@@ -42,13 +42,13 @@ class Statement:
 
     @property
     def target(self) -> str | None:
-        """The variable that the line defines."""
+        """Return the variable that the line defines."""
         match = re.match(r"([a-z]+\d+) = ", self.text)
         return match[1] if match else None
 
     @property
     def reads(self) -> frozenset[str]:
-        """The variables that the line and its blocks mention."""
+        """Return the variables in the line and its blocks."""
         names = set(NAME.findall(self.text.removeprefix(f"{self.target} = ")))
         for block in self.blocks:
             own = {*block.params, *(s.target for s in block.body)}
@@ -273,7 +273,7 @@ def leaf_text(leaf: Leaf, shape: tuple[int, ...], phase: float) -> str:
 
 
 def batched_shape(leaf: Leaf, tower: tuple[Transform, ...], at: int, call: int) -> tuple[int, ...]:
-    """Return the shape of a leaf outside of a tower; ``at`` is its number among all leaves."""
+    """Return the shape of a leaf outside of a tower; ``at`` is its index among all leaves."""
     shape = list(leaf.shape)
     for step in tower:
         if step.kind == "vmap" and step.mapped[at] is not None:
@@ -313,7 +313,7 @@ def arguments_text(program: Program, call: int) -> list[str]:
 
 
 def _prefix(program: Program, entries: tuple[object, ...]) -> list[str]:
-    """Return an entry for each parameter of one for each leaf."""
+    """Return an entry for each parameter from entries for each leaf."""
     texts, at = [], 0
     for parameter in program.params:
         some = entries[at : at + len(parameter.leaves)]

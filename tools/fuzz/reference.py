@@ -2,8 +2,8 @@
 
 ``vmap`` is a loop over the examples and a stack, derivatives are ``torch.autograd.grad`` with
 ``create_graph=True`` (forward mode by differentiating the pullback, which is linear), control flow
-is Python's, and ``specialize`` and ``checkpoint`` return their function. The names and signatures
-are tsfunc's, so that the same source runs with either module.
+is Python's, and ``specialize`` and ``checkpoint`` return their function. Names and signatures are
+those of tsfunc, so the same source runs with either module.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def vmap(
 ) -> Function:
     """Return the loop over the examples, stacked.
 
-    With a name of the axis the loop runs once more for each exchange: a run ends where an exchange
-    needs what the examples give, and the next one knows it.
+    A named axis repeats the loop for each exchange: a run stops at an exchange that lacks the
+    values of the other examples, and the next run has them.
     """
 
     @functools.wraps(func)
@@ -101,7 +101,7 @@ def vmap(
 
 
 class _Exchange(Exception):
-    """A run of one example ends at an exchange, with the value that the example gives."""
+    """Ends the run of one example at an exchange, with the value of the example."""
 
 
 class _Axis:
@@ -168,7 +168,7 @@ def axis_index(axis_name: str) -> torch.Tensor:
 
 
 def _made_up(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return an example of a batch that has none."""
+    """Return an example for a batch of no examples."""
     shape = list(x.shape)
     del shape[dim]
     return torch.ones(shape, dtype=x.dtype)
@@ -182,7 +182,7 @@ def _stacked(values: Sequence[Any], dim: int | None, count: int | None) -> Any:
 
 
 def _inputs(tree: Any) -> tuple[list[torch.Tensor], Any, Any]:
-    """Return fresh inputs to differentiate by, and their tree."""
+    """Return copies of the inputs to differentiate by, and their tree."""
     leaves, spec = pytree.tree_flatten(tree)
     fresh = [
         x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_() for x in leaves
@@ -281,7 +281,7 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> Any:
 def jvp(
     func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False
 ) -> Any:
-    """Return the value and the pushforward: the pullback is linear, and its transpose this."""
+    """Return the value and the pushforward: the transpose of the pullback, which is linear."""
     inputs, _, chosen = _inputs(primals)
     out, aux = _split(func(*chosen), has_aux)
     outputs, spec = pytree.tree_flatten(out)
@@ -366,17 +366,17 @@ def functional_call(module: torch.nn.Module, state: Any, args: Any) -> Any:
 
 
 def cond(pred: Any, true_fun: Function, false_fun: Function, *args: Any) -> Any:
-    """Choose by Python."""
+    """Choose by Python's ``if``."""
     return (true_fun if bool(pred) else false_fun)(*args)
 
 
 def switch(index: Any, branches: Sequence[Function], *args: Any) -> Any:
-    """Choose by Python."""
+    """Choose by Python's indexing."""
     return branches[min(max(int(index), 0), len(branches) - 1)](*args)
 
 
 def while_loop(cond_fun: Function, body_fun: Function, init_val: Any, **_: Any) -> Any:
-    """Loop by Python."""
+    """Run Python's ``while``."""
     carry = init_val
     while bool(cond_fun(carry)):
         carry = body_fun(carry)
@@ -384,7 +384,7 @@ def while_loop(cond_fun: Function, body_fun: Function, init_val: Any, **_: Any) 
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Function, init_val: Any, **_: Any) -> Any:
-    """Loop by Python."""
+    """Run Python's ``for``."""
     carry = init_val
     for i in range(int(lower), int(upper)):
         carry = body_fun(torch.tensor(i), carry)

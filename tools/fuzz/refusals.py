@@ -1,4 +1,4 @@
-"""Errors that the documentation announces: a program that raises one counts as refused.
+"""Documented errors: a program that raises one counts as refused.
 
 Each entry has the class, a pattern of the message, and the page that states the limit.
 """

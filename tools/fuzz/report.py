@@ -1,4 +1,4 @@
-"""Prints failures as tests, and counts as tables."""
+"""Print failures as tests, and counts as tables."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def literal(value: Any) -> str:
 
 
 def as_test(program: Program, verdict: Verdict, name: str = "found") -> str:
-    """Return a pytest file that fails while the fault stands; it needs torch and tsfunc alone."""
+    """Return a pytest file that fails while the fault exists; it needs torch and tsfunc alone."""
     torch.manual_seed(0)
     expected = results(program, reference)
     lines = [

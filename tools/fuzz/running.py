@@ -1,4 +1,4 @@
-"""Runs a program by tsfunc and by the reference, and compares."""
+"""Run a program by tsfunc and by the reference, and compare the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CRASHES, HANGS = "crashes", "hangs"
 FAILURES = (WRONG, RAISES, BROKEN, CRASHES, HANGS)
 
 RTOL, ATOL = 1e-6, 1e-8
-_SHAKEN = 1e-7  # by so much the inputs are changed to see whether a result is well conditioned
+_SHAKEN = 1e-7  # relative change of the inputs for a check of the conditioning
 _numbers = itertools.count()
 
 
@@ -42,11 +42,11 @@ class Verdict:
     """The outcome of a program.
 
     Attributes:
-        kind: one of the words above.
-        cause: the same for programs that fail alike: where an error came from, or which part of
-            the result differs.
-        detail: for people.
-        interrupts: the number of interrupts that the program met.
+        kind: one of the constants above.
+        cause: equal for programs that fail alike: the origin of an error, or the part of the
+            result that differs.
+        detail: the text for readers.
+        interrupts: the number of interrupts that reached the program.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def namespace_of(text: str, module: Any) -> dict[str, Any]:
-    """Run the definitions of a program; its lines are known to tracebacks."""
+    """Run the definitions of a program, with its lines available to tracebacks."""
     filename = f"<program {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     scope = {
@@ -68,7 +68,7 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
         "collections": collections, "dataclasses": dataclasses,
     }  # fmt: skip
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
-    if module is reference and "Record" in scope:  # it takes containers apart with torch's pytrees
+    if module is reference and "Record" in scope:  # torch's pytrees take the containers apart
         pytree.register_dataclass(scope["Record"])
     return scope
 
@@ -82,7 +82,7 @@ def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
 def _results(program: Program, module: Any, shaken: float) -> list[Any]:
     found: list[Any] = []
     scope = namespace_of(source(program), module)
-    known: dict[tuple[int, str], Any] = {}  # results of the reference: those of equal calls
+    known: dict[tuple[int, str], Any] = {}  # results of the reference, shared by equal calls
     for call, number in enumerate(program.calls):
         own = program.circumstance(call)
         key = number, own if own in CHANGES else ""
@@ -202,7 +202,7 @@ def compared(program: Program, expected: list[Any]) -> Verdict:
 
 
 def thread_state() -> tuple[Any, ...]:
-    """Return what transforms change for a while and must put back."""
+    """Return the state of the thread that transforms change temporarily and must restore."""
     return (
         str(torch._C._dispatch_tls_local_exclude_set()),
         str(torch._C._dispatch_tls_local_include_set()),
@@ -214,7 +214,7 @@ def thread_state() -> tuple[Any, ...]:
 
 
 def process_state() -> tuple[Any, ...]:
-    """Return the state of the thread, and what belongs to all threads: torch's dual level.
+    """Return the state of the thread, and torch's dual level, which all threads share.
 
     Other threads must be outside of jvps.
     """
@@ -222,7 +222,7 @@ def process_state() -> tuple[Any, ...]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the class of an error and the last line of tsfunc's that it passed."""
+    """Return the class of an error and the last line of tsfunc in its traceback."""
     own = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/tsfunc/" in frame.filename
     ]
@@ -281,7 +281,7 @@ def different(ours: Any, theirs: Any, single: bool = False) -> tuple[str, str] |
 
 
 def _well_conditioned(program: Program, expected: list[Any]) -> bool:
-    """Return False where a small change of the inputs changes the reference's result by much."""
+    """Return False if a small change of the inputs changes the reference's result by much."""
     for by in (_SHAKEN, -0.7 * _SHAKEN):
         try:
             torch.manual_seed(0)

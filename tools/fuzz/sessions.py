@@ -1,9 +1,9 @@
-"""Sessions: what a specialized function reads changes between its calls.
+"""Sessions: values that a specialized function reads change between its calls.
 
 A session has values outside of a function (globals, attributes, containers, defaults, closures,
 settings), a function that reads some and assigns some, and a list of calls and changes. It runs
-twice in namespaces of its own, with ``specialize`` and without; each call, and in the end each
-value outside, must be the same.
+twice in separate namespaces, with ``specialize`` and without. Each call must have the same result,
+and the values outside must be equal in the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reading:
     """A value outside of the function.
 
     Attributes:
-        name: what it is counted under.
+        name: the name that counts it.
         setup: the lines that make it.
         uses: lines of the function that read or assign it; ``out`` is the result so far.
         changes: lines that run between calls.
@@ -216,7 +216,7 @@ x, y, u = torch.linspace(0.1, 0.9, 3), torch.ones(3), torch.arange(3.0) + 0.5
 
 @dataclass(frozen=True)
 class Session:
-    """Values outside, the lines of the function, and what happens: calls and changes."""
+    """Values outside, the lines of the function, and the sequence of calls and changes."""
 
     seed: str
     readings: tuple[str, ...]
@@ -273,12 +273,12 @@ def _transforms() -> dict[str, Any]:
 
 
 def _play(session: Session, specialized: bool) -> tuple[list[Any], BaseException | None]:
-    """Return what the calls gave, an error in the place of one that raised, and what is left."""
+    """Return the results of the calls, with errors in place of results, and the final values."""
     text = source(session)
     filename = f"<session {session.seed}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     module = types.ModuleType("session")
-    sys.modules["session"] = module  # where classes look for their own module
+    sys.modules["session"] = module  # the place where classes look up their module
     scope = vars(module)
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
     plain = types.SimpleNamespace(**{**_transforms(), "specialize": reference.specialize})
@@ -309,7 +309,7 @@ def _play(session: Session, specialized: bool) -> tuple[list[Any], BaseException
 
 
 def _looks(value: Any) -> Any:
-    """Return what is compared of a value: types and tensors' settings are a part of it."""
+    """Return the compared properties of a value: types and tensors' settings are among them."""
     if isinstance(value, torch.Tensor):
         return ("tensor", value.requires_grad, type(value).__name__, value.detach().clone())
     if isinstance(value, dict):
@@ -352,7 +352,7 @@ def run_session(session: Session) -> Verdict:
     return Verdict(OK)
 
 
-# Errors that say what a program can't hold to, with the docs' page on it: docs/soundness.md.
+# Documented errors of programs: docs/soundness.md.
 _REFUSED = (
     "can't be assigned",
     "can't change",
@@ -368,7 +368,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def smaller_sessions(session: Session) -> Iterator[Session]:
-    """Yield sessions with something taken away."""
+    """Yield sessions with a part removed."""
     if session.transform != _TRANSFORMS[0]:
         yield replace(session, transform=_TRANSFORMS[0])
     for i in range(len(session.readings)):
@@ -382,7 +382,7 @@ def smaller_sessions(session: Session) -> Iterator[Session]:
 
 
 def minimized_session(session: Session, verdict: Verdict, run: Any) -> Session:
-    """Return the smallest session found that fails alike."""
+    """Return the smallest session found that fails in the same way."""
     again = True
     while again:
         again = False
@@ -395,7 +395,7 @@ def minimized_session(session: Session, verdict: Verdict, run: Any) -> Session:
 
 
 def as_program(session: Session, verdict: Verdict) -> str:
-    """Return the Python of a session, which prints the calls of both."""
+    """Return the Python of a session, which prints the results of both runs."""
     lines = [f"# Seed {session.seed}: {verdict.kind}, {verdict.cause}", source(session)]
     lines.append(f"g_ = {session.transform.format(f='f')}")
     for event in session.events:

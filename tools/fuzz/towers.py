@@ -1,4 +1,4 @@
-"""Draws towers of transforms around a function."""
+"""Draw towers of transforms around a function."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _KINDS = {
 _DERIVATIVES = frozenset(_KINDS) - {"vmap", "checkpoint", "functional_call", "specialize"}
 _ORDER = {"hessian": 2}
 _MOST_ORDER = 3
-# How many values a Jacobian may have for each of the function; bounds the size of a result.
+# The largest number of Jacobian entries for each value of the function; bounds the size of a
+# result.
 _JACOBIANS = frozenset({"jacrev", "jacfwd", "hessian"})
-# The phases of the calls: a plan is made at the first call, a recipe is recorded at the second.
+# The phases of the calls: the first call makes a plan, the second one records a recipe.
 _CALLS = ((0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 0, 0, 1, 2))
 BATCH_SIZES = (6, 7, 2, 3, 1, 0)
 
@@ -77,7 +78,7 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
 
 
 def _surrounded(rng: random.Random, program: Program) -> Program:
-    """Return the program with circumstances of its calls, as far as the reference has a result."""
+    """Return the program with circumstances for those calls that the reference can compute."""
     options = {option for step in program.tower for option in step.options}
     frozen = ("closure", '"freeze"') in options
     modules = any(step.kind == "functional_call" for step in program.tower)
@@ -95,7 +96,7 @@ def _surrounded(rng: random.Random, program: Program) -> Program:
 
 
 def _resized(rng: random.Random, program: Program) -> Program:
-    """Return the program with other sizes of an example in later calls, if it can take them."""
+    """Return the program with other example sizes in later calls, if it accepts them."""
     described = any(key == "descriptors" for step in program.tower for key, _ in step.options)
     if max(program.calls) == 0 or not described or rng.random() < 0.3:
         return program

@@ -1,4 +1,4 @@
-"""A process that runs programs, and another one when it has died or hangs."""
+"""A process that runs programs, and is replaced if it dies or hangs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import IO, Any
 
 from tools.fuzz.running import CRASHES, HANGS, Verdict
 
-_MOST = 400  # programs of one process, whose caches grow
+_MOST = 400  # programs of one process, since its caches grow
 _LAST_WORDS = 10.0  # seconds for the stacks of a process that hangs
-_WAITING = 4  # times the limit: so long a process may wait for a lock, or for the CPU
+_WAITING = 4  # a process may wait for a lock or for the CPU this many times the limit
 
 
 def serve() -> None:
-    """Run the programs that come by the line; print the verdict of each."""
+    """Run the programs from stdin, one in each line, and print the verdict of each."""
     import faulthandler
     import resource
 
@@ -31,9 +31,9 @@ def serve() -> None:
     from tools.fuzz import modes
 
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a program prints is not a verdict
+    os.dup2(2, 1)  # output of a program is not a verdict
     faulthandler.enable()
-    faulthandler.register(signal.SIGPROF, chain=True)  # prints all stacks, then ends the process
+    faulthandler.register(signal.SIGPROF, chain=True)  # print all stacks, then end the process
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     for line in sys.stdin:
@@ -44,15 +44,15 @@ def serve() -> None:
 
 
 class Worker:
-    """Runs programs elsewhere: whatever they do, there is a verdict."""
+    """Run programs in another process, so that each has a verdict even if the process dies."""
 
     def __init__(self, limit: float = 180.0) -> None:
-        self.limit = limit  # CPU seconds, which do not depend on what else the machine does
+        self.limit = limit  # CPU seconds, which do not depend on the load of the machine
         self._process: subprocess.Popen[str] | None = None
         self._ran = 0
 
     def run(self, program: Any, mode: str = "towers") -> Verdict:
-        """Return what became of a program, or of what else the mode takes."""
+        """Return the verdict on a program, or on another input of the mode."""
         if self._process is None:
             self._start()
         process = self._process
@@ -99,7 +99,7 @@ class Worker:
         return Verdict(HANGS, "time", f"{reason}\n{said}")
 
     def _last_said(self) -> str:
-        """Return the end of what the process wrote to stderr: all stacks, and what ended it."""
+        """Return the end of the process's stderr: all stacks, and the reason of its end."""
         self._said.seek(0)
         return self._said.read()[-16000:]
 
@@ -121,7 +121,7 @@ class Worker:
             for pipe in (process.stdin, process.stdout, self._said):
                 try:
                     _pipe(pipe).close()
-                except BrokenPipeError:  # it died with a program in the pipe
+                except BrokenPipeError:  # the process died with a program in the pipe
                     pass
 
     def __enter__(self) -> Worker:

@@ -1,12 +1,12 @@
-"""Draws mutants at random and counts those that the tests kill.
+"""Draw random mutants and count those that the tests kill.
 
-    python -m tools.mutants                        300 mutants, with a seed of their own
-    python -m tools.mutants --seed 7               those of a seed; goes on where it was left
+    python -m tools.mutants                        300 mutants, with a new seed
+    python -m tools.mutants --seed 7               the mutants of a seed; continues an earlier run
     python -m tools.mutants --seed 7 --again       its survivors once more
     python -m tools.mutants --seed 7 --report      its result so far
     python -m tools.mutants --number 20 --files tsfunc/ops/views.py
 
-The page ``docs/mutants.md`` says what is drawn and which tests run.
+The page ``docs/mutants.md`` describes the mutants and the tests that run.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def _judge_all(
     results: Path,
     options: argparse.Namespace,
 ) -> None:
-    """Judge mutants in a live process, and with a new import those that survive there."""
+    """Judge mutants in a live process; judge those that survive again with a new import."""
     known = {} if options.again else _read(results)
     mutants = [mutant for mutant in drawn if mutant.same not in known]
-    # A copy, because forks print elsewhere.
+    # A copy, because forks print to another place.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as shown:
         if mutants:
             report = functools.partial(_write, results, shown)

@@ -1,8 +1,8 @@
 """Mutants of source files: changes that mutmut's operators make to the bodies of functions.
 
-mutmut's own command leaves out functions with decorators, which most batching rules are. Here they
-are included. Left out are changes of texts that people read, of code for type checkers, and of
-conditions that raise ``AssertionError`` for cases that are ruled out.
+mutmut's own command leaves out functions with decorators, which most batching rules are; here they
+are included. Changes of texts for readers, of code for type checkers, and of conditions that raise
+``AssertionError`` for impossible cases are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import libcst as cst
 from libcst import metadata
 from mutmut.mutation.mutators import mutation_operators
 
-# Calls whose arguments no test can miss; ``strict`` of zip is a check that never fails.
+# Calls whose arguments no test can observe; ``strict`` of zip is a check that never fails.
 _UNCHANGED_CALLS = {"isinstance", "issubclass", "len", "super", "zip"}
-# Functions that write texts for people.
+# Functions that write texts for readers.
 _TEXT_FUNCTIONS = {"__repr__", "__str__", "texts", "facts"}
 _TYPES_ONLY = {"TYPE_CHECKING", "Protocol", "overload"}
 
@@ -49,7 +49,7 @@ class Mutant:
 
     @property
     def same(self) -> tuple[str, str, str, str]:
-        """The parts that stay the same if other parts of the file change."""
+        """Return the parts that stay the same if other parts of the file change."""
         return self.file, self.function, self.before, self.after
 
 
@@ -110,7 +110,7 @@ def draw(sources: Iterable[Source], number: int, rng: random.Random) -> list[Mut
 
 
 def found_again(source: Source, same: tuple[str, str, str, str]) -> Mutant | None:
-    """Return the mutant of an earlier run in the file as it is now; None if its code is gone."""
+    """Return the mutant of an earlier run in the present file; None if its code is gone."""
     for change in source.changes:
         if change.function == same[1]:
             mutant = source.mutant(change)
@@ -120,7 +120,7 @@ def found_again(source: Source, same: tuple[str, str, str, str]) -> Mutant | Non
 
 
 def _in_function(inside: tuple[str, ...]) -> bool:
-    # Functions and lambdas are named in lower case; a body of a class is not a function's.
+    # Functions and lambdas have lower-case node names; a class's body is not a function's.
     return bool(inside) and not inside[-1].lstrip("_")[:1].isupper()
 
 

@@ -1,7 +1,7 @@
-"""Work in forks of this process, which has imported torch but not tsfunc.
+"""Forks of this process, which has imported torch but not tsfunc.
 
-A fork imports tsfunc anew, with one file changed if need be, and runs tests. Its limits are CPU
-seconds, so that a busy machine does not make a test fail; a wait without work ends later.
+A fork imports tsfunc, with one file changed if requested, and runs tests. Its limits are CPU
+seconds, so that a busy machine does not fail a test; a wait without work ends later.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-_MEMORY = 8 << 30  # bytes a fork may have beyond this process
-_IDLE = 10  # of so many seconds a fork may spend one with work
+_MEMORY = 8 << 30  # bytes that a fork may use beyond this process
+_IDLE = 10  # seconds of wall time for each CPU second of the limit
 
 
 def preload() -> None:
-    """Import the modules that tests need and mutants do not change."""
+    """Import the modules that tests need and mutants leave unchanged."""
     import hypothesis
     import optree
     import pytest
@@ -41,12 +41,12 @@ def preload() -> None:
 
 
 class ForkError(Exception):
-    """The function of a fork raised, which says nothing about a mutant."""
+    """The function of a fork raised, which does not judge a mutant."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a fork ended: its result, or None with the signal or limit that ended it."""
+    """The end of a fork: its result, or None with the signal or limit that ended it."""
 
     result: Any
     why: str
@@ -80,7 +80,7 @@ def _in_fork(function: Callable[[], Any], seconds: float, results: int, printed:
             os.setsid()
             os.dup2(printed, 1)
             os.dup2(printed, 2)
-            # Soft limits, because the fork sets them for forks of its own.
+            # Soft limits, because the fork sets limits for its own forks.
             limit(resource.RLIMIT_CPU, int(seconds) + 1)
             limit(resource.RLIMIT_AS, _memory() + _MEMORY)
             limit(resource.RLIMIT_CORE, 0)
@@ -107,7 +107,7 @@ def _waited_for(pid: int, seconds: float) -> tuple[float, str]:
             break
         if time.monotonic() > end:
             _end_group(pid)
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so that it is no other process
+            os.kill(pid, signal.SIGKILL)  # not reaped so far, so the id belongs to no other process
             _, _, usage = os.wait4(pid, 0)
             return usage.ru_utime + usage.ru_stime, "timeout"
         time.sleep(pause)
@@ -121,7 +121,7 @@ def _waited_for(pid: int, seconds: float) -> tuple[float, str]:
 
 
 def _end_group(pid: int) -> None:
-    """End what a fork has started, and itself, if it runs in its own group by now."""
+    """End the processes that a fork has started, and the fork, if it has its own group by now."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -141,7 +141,7 @@ class _ChangedModule(SourceFileLoader):
 
 
 class ChangedFile:
-    """A finder that gives one module another text; it goes first in ``sys.meta_path``."""
+    """A finder that replaces the source of one module; it goes first in ``sys.meta_path``."""
 
     def __init__(self, root: Path, file: str, text: str) -> None:
         self._path = str(root / file)

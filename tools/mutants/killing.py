@@ -17,8 +17,8 @@ from tools.mutants.drawing import Mutant
 from tools.mutants.forks import ChangedFile, forked
 from tools.mutants.recording import OPTIONS, CoveringTest
 
-START = 2.0  # CPU seconds that a new import and a collection cost
-SLACK = 20.0  # CPU seconds that imports may take
+START = 2.0  # CPU seconds of a new import and a collection
+SLACK = 20.0  # CPU seconds that imports may use
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Verdict:
 
 
 class Chosen:
-    """A plugin of pytest that runs some tests of a file, in their order, and keeps the first that
-    fails."""
+    """A pytest plugin that runs some tests of a file, in order, and keeps the first failure."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._order = {name: place for place, name in enumerate(names)}
@@ -54,7 +53,7 @@ class Chosen:
 
 
 def judged(mutant: Mutant, tests: Sequence[CoveringTest], root: Path, budget: float) -> Verdict:
-    """Run the covering tests of a mutant, those of its own file first and then the quickest.
+    """Run the covering tests of a mutant: its own file's first, then the quickest.
 
     Args:
         budget: the CPU seconds of tests that may run, by their record.
@@ -71,7 +70,8 @@ def judged(mutant: Mutant, tests: Sequence[CoveringTest], root: Path, budget: fl
 def covering_tests(mutant: Mutant, tests: Sequence[CoveringTest], root: Path) -> list[CoveringTest]:
     """Return the tests that run the mutated statement.
 
-    If none does, because it runs at import, they are those that run the function or else the file.
+    If there are none, because it runs at import, return those that run the function, or else the
+    file.
     """
     text = (root / mutant.file).read_text()
     tree = ast.parse(text)
@@ -86,10 +86,10 @@ def covering_tests(mutant: Mutant, tests: Sequence[CoveringTest], root: Path) ->
 def chosen_tests(
     budget: float, covering: Sequence[CoveringTest], mutant: Mutant, start: float
 ) -> list[list[CoveringTest]]:
-    """Return the tests that run, in their order, by file.
+    """Return the tests to run, in order, by file.
 
     Args:
-        start: the CPU seconds that a file costs before its first test.
+        start: the CPU seconds of a file before its first test.
     """
     files: dict[str, list[CoveringTest]] = defaultdict(list)
     for test in sorted(covering, key=lambda test: test.seconds):
@@ -102,7 +102,7 @@ def chosen_tests(
         return not near, not package, sum(test.seconds for test in files[file][:20])
 
     chosen = []
-    # Twice: the quickest tests of each file, then the others.
+    # In two rounds: the quickest tests of each file, then the others.
     for part in (slice(0, 20), slice(20, None)):
         for file in sorted(files, key=order):
             group: list[CoveringTest] = []
@@ -147,9 +147,9 @@ def _failure(group: Sequence[CoveringTest]) -> str:
 
 
 def _statement(tree: ast.Module, line: int) -> frozenset[int]:
-    """Return the lines of the innermost statement at a line, less those of its body."""
+    """Return the lines of the innermost statement at a line, without those of its body."""
     span = frozenset({line})
-    for node in ast.walk(tree):  # outer ones first
+    for node in ast.walk(tree):  # outer statements first
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line):
             body = getattr(node, "body", None) or getattr(node, "cases", None)
             end = (node.end_lineno or line) + 1

@@ -1,8 +1,8 @@
 """Judge mutants in forks of a process that has imported tsfunc and collected the tests.
 
-A fork exchanges the code of the mutated functions, wherever they are kept: in a module, a class, a
-table or a closure. That takes a tenth of a second, where a new import and collection take seconds.
-A mutant of code that ran at import stays unseen here, and is judged with a new import.
+A fork replaces the code of the mutated functions in every place that refers to them: a module, a
+class, a table or a closure. That takes a tenth of a second; a new import and collection take
+seconds. A mutant of code that runs at import has no effect here, and is judged with a new import.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def functions_of(root: Path, files: set[str]) -> Functions:
     paths = {str(root / file) for file in files}
     found: Functions = defaultdict(list)
     for value in gc.get_objects():
-        # Not isinstance, which asks proxies for their class.
+        # ``isinstance`` would ask proxies for their class.
         if type(value) is FunctionType and value.__code__.co_filename in paths:
             found[value.__code__].append(value)
     return found

@@ -1,7 +1,7 @@
 """The record of a test file: the lines of the mutated files that each of its tests runs.
 
-Each test file is recorded in a process of its own: a function that keeps what it has computed
-before would else show its lines in the first file alone.
+Each test file is recorded in a new process: a function with a cache would otherwise run its lines
+in the first file alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Recorder:
 def recorded(
     file: str, mutated: Sequence[str], root: Path, folder: Path, marked: str, stale: bool
 ) -> list[CoveringTest]:
-    """Return the tests of a file that pass, as ``folder`` has them or else as they run now."""
+    """Return the tests of a file that pass, from the record in ``folder`` or from a new run."""
     path = folder / f"{file.removesuffix('.py').replace('/', '.')}.json"
     texts = [root / file] if stale else [root / file, *(root / name for name in mutated)]
     digest = hashlib.sha256(b"".join(text.read_bytes() for text in texts)).hexdigest()

@@ -20,12 +20,12 @@ TORCH_FUNC = "torch.func"
 COMPILED = "torch.compile of torch.func"
 
 
-def ways(
+def variants(
     make: Callable[[ModuleType], Callable[..., Any]], *args: Any, specialized: bool = True
 ) -> dict[str, Call]:
-    """Calls with ``args`` of what ``make`` builds from the transforms of each library.
+    """Return calls of the function that ``make`` builds from each library's transforms.
 
-    Specialized functions are timed with Inductor too, where there is a compiler for it.
+    Specialized functions are timed with Inductor too, if there is a compiler for it.
     """
     ours = make(tsfunc)
     calls: dict[str, Call] = {TORCH_FUNC: partial(make(torch.func), *args)}
@@ -38,7 +38,7 @@ def ways(
 
 
 def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Call]:
-    """A call of ``function`` by torch.compile, where there is a compiler for it."""
+    """Return a call of ``function`` by torch.compile, if there is a compiler for it."""
     if shutil.which("gcc") is None:
         return {}
     return {COMPILED: partial(torch.compile(function, **options), *args)}
