@@ -16,13 +16,13 @@ HYPOTHESIS_SEED = "hypothesis_seed"
 
 torch.set_num_threads(1)
 
-# Every program that a test makes is verified as it was traced and after each pass.
+# Every program of a test is verified after its trace and after each pass.
 os.environ["TSFUNC_VERIFY"] = "1"
 
-# The tests leave the user's own record alone; tests of the record set a folder of their own.
+# The tests do not write to the user's own record; tests of the record set another folder.
 os.environ["TSFUNC_RAGE"] = "off"
 
-# Generated examples differ from run to run; a failure prints what repeats it.
+# Generated examples differ from run to run; a failure prints the seed.
 settings.register_profile("tsfunc", deadline=None, print_blob=True)
 settings.load_profile("tsfunc")
 
@@ -40,7 +40,7 @@ class TorchRandom:
         torch.set_rng_state(state)
 
 
-# hypothesis holds it weakly, so it needs a name.
+# hypothesis has a weak reference, so keep it.
 _torch_random = TorchRandom()
 register_random(_torch_random)
 
@@ -81,7 +81,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> Iterator[torch.device]:
-    """The device under test (``TSFUNC_DEVICE``), where factories make their tensors too."""
+    """The device under test (``TSFUNC_DEVICE``), on which factories make their tensors, too."""
     chosen = _device()
     if chosen.type == "cpu":
         yield chosen
@@ -93,5 +93,5 @@ def device() -> Iterator[torch.device]:
 
 @pytest.fixture(autouse=True)
 def torch_seed() -> None:
-    """Every test sees the same random numbers, whatever ran before it."""
+    """Every test sees the same random numbers, independent of earlier tests."""
     torch.manual_seed(TORCH_SEED)

@@ -1,4 +1,4 @@
-"""Functions with checks. pytest rewrites the assertions of test modules, and leaves these alone."""
+"""Functions with assertions. pytest rewrites the assertions of test modules, and not these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods ``MyFunction.apply`` that are taken before the first transform runs in the process."""
+"""Methods ``MyFunction.apply`` that are read before the first transform of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that have a function rule: each form of their arguments gives what the loop gives."""
+"""Calls with a function rule: each form of their arguments agrees with the loop."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_into_views_reach_the_tensor_of_nested_levels(name: str) -> None:
-    """Views that rules of the inner level make are views of the outer level's tensors."""
+    """Views that rules of the inner level take are views of the outer level's tensors."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 1
@@ -165,7 +165,7 @@ def test_writes_into_views_reach_the_tensor_of_nested_levels(name: str) -> None:
 @pytest.mark.parametrize("inner", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_an_error_in_a_hook_is_raised_at_once(error: type[Exception], inner: bool) -> None:
-    """A call that has raised is not made again by another way: its hooks would run again."""
+    """A call that raises is not tried on another path, which would run its hooks again."""
     calls = []
 
     def pack(x: torch.Tensor) -> Any:

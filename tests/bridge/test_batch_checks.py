@@ -1,4 +1,4 @@
-"""Checks whose outcome differs between examples: the loop raises if vmap does, and as vmap does."""
+"""Checks whose outcome differs between examples: vmap raises if the loop does, and alike."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOWERS: dict[str, Function] = {
 
 @pytest.fixture(autouse=True)
 def validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the validation of arguments on, which torch.compile switches off for the process."""
+    """Switch on the validation of arguments, which torch.compile switches off for the process."""
     monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 
@@ -62,7 +62,7 @@ def notes(error: BaseException) -> list[str]:
 
 
 def batch() -> tuple[Tensor, list[int]]:
-    """Return positive numbers, and the indices of those that are to be negated."""
+    """Return positive numbers, and the indices of the examples to negate."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     drawn = random.Random(seed)
@@ -76,7 +76,7 @@ def batch() -> tuple[Tensor, list[int]]:
 def test_the_call_raises_if_the_loop_does(name: str, tower: str) -> None:
     f, expected = CHECKED[name]
     if (name, tower) == ("torch._check", "vmap(specialize)"):
-        return  # the trace has a tensor that is not batched, which torch refuses
+        return  # the trace has an unbatched tensor, which torch refuses
     x, failing = batch()
     loop = torch.stack([f(each) for each in x])
     call = TOWERS[tower](f)
@@ -88,7 +88,7 @@ def test_the_call_raises_if_the_loop_does(name: str, tower: str) -> None:
             f(each)
     with pytest.raises(expected) as caught:
         call(y)
-    if name not in ("a distribution", "a covariance"):  # whose messages show the values
+    if name not in ("a distribution", "a covariance"):  # whose messages show values
         assert str(caught.value) == str(first.value)
     if sys.version_info >= (3, 11) and tower != "chunks":
         count = f"The check failed for {len(failing)} of {len(x)} examples"

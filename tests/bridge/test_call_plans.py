@@ -1,6 +1,6 @@
-"""Call plans: a call that has a plan gives what the first call gave, and the loop gives.
+"""Call plans: a planned call agrees with the first call, and with the loop.
 
-The handlers of this process run the plans: the compiled ones where they are built.
+The handlers of this process run the plans: the compiled ones if they are built.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
     ids=["tensors", "a number", "copy", "item", "positions", "shape", "random"],
 )
 def test_plans_of_writes(function: Any, call: Any, step: PlanStep) -> None:
-    """A write into a batched tensor has a plan; the first write into a plain tensor has none."""
+    """A write into a batched tensor has a plan; the first write into a plain tensor does not."""
     batch = torch.rand(4, 3, 4, dtype=torch.float64).round()
     for made in (torch.clone, lambda x: torch.zeros(3, 4, dtype=torch.float64)):
         FUNCTION_PLANS.clear()
@@ -330,7 +330,7 @@ def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
 def test_plans_of_calls_that_autograd_records(
     function: Any, call: Any, in_dim: int, step: PlanStep
 ) -> None:
-    """A function rule that leaves a call to torch is no obstacle to a plan."""
+    """A function rule that leaves a call to torch does not prevent a plan."""
     batch = torch.randn(4, 2, 3, dtype=torch.float64)
     plans = FUNCTION_PLANS.get(function)
     if plans is not None:

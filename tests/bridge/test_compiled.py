@@ -1,6 +1,6 @@
-"""The compiled handlers give the results, errors and order of calls of the Python ones.
+"""The compiled handlers have the results, errors and order of calls of the Python handlers.
 
-The whole suite runs with them where they are built, and ``TSFUNC_COMPILED=0`` runs it without.
+The whole suite runs with them if they are built, and ``TSFUNC_COMPILED=0`` runs it without.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_results_are_those_of_the_loop(
     batch = torch.randn(5, 3, dtype=torch.float64).movedim(0, in_dim)
     f = transform(lambda x: network(w, x))
     expected = torch.stack([f(x) for x in batch.unbind(in_dim)])
-    for _ in range(2):  # the second call meets operators that are known
+    for _ in range(2):  # the operators of the second call are known
         assert torch.allclose(vmap(f, in_dim)(batch), expected)
 
 
@@ -155,7 +155,7 @@ def as_number(x: torch.Tensor) -> torch.Tensor:
 def test_writes_and_aliases_of_nested_levels(
     function_handler: str, derivative: str, mode: Callable[[], Any]
 ) -> None:
-    """Aliases of a value see its writes, also those that no Python code has read before."""
+    """Aliases of a value see its writes, even if no Python code has read the aliases before."""
     if derivative.startswith("grad") and mode is not nullcontext:
         pytest.skip("autograd records nothing in this mode")
     seed = random.randrange(2**32)
@@ -271,7 +271,7 @@ def test_another_subclass_meets_its_own_handler() -> None:
 
 
 class Named(torch.Tensor):
-    """A class with a handler of functions alone; it notes the calls and the levels around them."""
+    """A class with a function handler only; it notes the calls and the levels around them."""
 
     seen: ClassVar[list[str]] = []
 
@@ -299,7 +299,7 @@ SUBCLASSED: dict[str, Function] = {
 def test_classes_with_a_handler_of_functions_at_repeated_calls(
     function_handler: str, name: str, nested: bool
 ) -> None:
-    """Values of the class among calls of plain values: results have the class, as in a loop."""
+    """Results of calls on values of the class and plain values have the class, as in a loop."""
     f = SUBCLASSED[name]
     for call in range(6):
         x = torch.randn(2, 4, 3, 3)
@@ -313,7 +313,7 @@ def test_classes_with_a_handler_of_functions_at_repeated_calls(
 
 
 def test_off_switch() -> None:
-    """Without the library, or with the switch, Python serves every call."""
+    """Without the library, or with the switch off, the Python handlers serve every call."""
     code = (
         "import torch, tsfunc; "
         "from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer; "

@@ -1,4 +1,4 @@
-"""Functions that answer for a whole tensor, and look for a number in it, in programs."""
+"""Functions that return a property of a whole tensor, or search for a number in it, in programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of no examples: the results are empty, of the shapes that one example's would have."""
+"""Batches of no examples: the results are empty, with the shapes of one example's results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gradients_of_an_empty_batch_are_empty() -> None:
 
 
 def test_tangents_of_views_of_a_result() -> None:
-    """The tangent lies in memory as the result does, also where neither has elements."""
+    """The tangent has the memory layout of the result, even without elements."""
 
     def f(x: Tensor) -> Tensor:
         tangent: Tensor = jvp(torch.linalg.cond, (x,), (torch.ones_like(x),))[1]
@@ -53,7 +53,7 @@ def test_tangents_of_views_of_a_result() -> None:
 
 
 def test_gradients_of_batch_norm() -> None:
-    """Without channels its kernel divides by zero, and the process ends."""
+    """For no channels its kernel divides by zero, which ends the process."""
 
     def f(x: Tensor, weight: Tensor) -> Tensor:
         return F.batch_norm(x, None, None, weight, training=True).sum()
@@ -63,7 +63,7 @@ def test_gradients_of_batch_norm() -> None:
 
 
 def test_unbatched_tensors_are_not_written() -> None:
-    """The example that is made up has a copy of it."""
+    """The placeholder example has a copy of the tensor."""
     seen = torch.zeros(3)
 
     def f(x: Tensor) -> Tensor:

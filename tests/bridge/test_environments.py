@@ -1,4 +1,4 @@
-"""Environments of symbolic sizes do not outlive what was traced in them."""
+"""Environments of symbolic sizes are freed with the traces that used them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = Path(__file__).parents[1] / "program" / "files" / "containers.tsf"
 
 @contextmanager
 def none_kept() -> Iterator[None]:
-    """A block after which no environment is there that was made in it."""
+    """Context manager: check that environments made in the block are freed after it."""
     made: list[weakref.ref[Any]] = []
     cls = environment_class()
     begin = cls.__init__
@@ -35,7 +35,7 @@ def none_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "__init__", noted)
         yield
-    for _ in range(3):  # what has a finalizer takes another round
+    for _ in range(3):  # objects with finalizers need another collection
         gc.collect()
     assert made and not [env for env in made if env() is not None]
 

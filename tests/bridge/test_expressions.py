@@ -1,4 +1,4 @@
-"""Expressions over sizes as Python, for people and for guards."""
+"""Expressions over sizes as Python, for readers and for guards."""
 
 from __future__ import annotations
 

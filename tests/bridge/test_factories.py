@@ -1,4 +1,4 @@
-"""torch's factories as rows of the table: BackendSelect finds them a backend."""
+"""torch's factories in the table: BackendSelect chooses their backend."""
 
 from __future__ import annotations
 

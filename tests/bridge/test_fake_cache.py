@@ -33,10 +33,10 @@ aten: Any = torch.ops.aten
 
 
 class Trace:
-    """The fake tensors of a trace, and what is kept of its operators.
+    """The fake tensors of a trace, and its cache.
 
     Args:
-        sizes: those that are symbols in it.
+        sizes: the sizes that are symbols in the trace.
     """
 
     def __init__(self, sizes: Sequence[int] = ()) -> None:
@@ -46,7 +46,7 @@ class Trace:
         self.kept = FakeCache(self.symbols.fake)
 
     def fake(self, values: Any) -> Any:
-        """The values with fake tensors for tensors, of which views of one memory stay that."""
+        """Return the values with fake tensors; views of one memory stay views of one memory."""
         memories: dict[int, Tensor] = {}
 
         def made(leaf: Any) -> Any:
@@ -64,7 +64,7 @@ class Trace:
             return optree.tree_map(made, values, none_is_leaf=True)
 
     def of_sizes(self, *shapes: Sequence[int]) -> list[Any]:
-        """Fake tensors without gaps, with symbols for the sizes that are."""
+        """Return contiguous fake tensors, with symbols for the symbolic sizes."""
         env = self.symbols.fake.shape_env
         with defer_guards(env), self.symbols.fake:
             return [torch.empty([self.symbolic.get(n, n) for n in shape]) for shape in shapes]
@@ -80,7 +80,7 @@ def memory_of(value: Tensor) -> int | None:
 
 
 def looks(value: Any, arguments: Sequence[Any]) -> Any:
-    """All that is seen of a fake result, and which of the arguments it is, or has memory of."""
+    """Return the visible properties of a fake result, and the arguments that it is, or aliases."""
     if not isinstance(value, Tensor):
         return type(value), value
     memories = [memory_of(x) for x in arguments]
@@ -98,9 +98,9 @@ def tensors_in(values: Any) -> list[Any]:
 
 
 def check(trace: Trace, op: Any, made: Callable[[], Any]) -> bool:
-    """A call twice, on arguments that are made anew; whether the second one was kept.
+    """Call an operator twice, on new arguments; return True if the cache served the second call.
 
-    Each is compared with what torch's rules say.
+    Each result is compared with torch's own.
     """
     row = operator_of(op)
     count = len(trace.kept._cached)
@@ -220,7 +220,7 @@ def _making(trace: Trace, *args: Any) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("offset", [0, 3])
 def test_indexed_parts_share_one_kept_result(offset: int) -> None:
-    """Wherever the part begins, and wherever the tensor does."""
+    """The cached result does not depend on the offsets of the part and of the tensor."""
     trace = Trace()
     base = r(60)
     calls: list[tuple[Any, Any, tuple[Any, ...]]] = []
@@ -352,7 +352,7 @@ class TestPrograms:
 
     @pytest.mark.parametrize("shape", [[5, 4], ["n", 4]], ids=str)
     def test_a_write_is_one_into_that_tensor_alone(self, shape: list[Any]) -> None:
-        """Autograd counts writes into what it has saved, by the tensors that stand for it."""
+        """Autograd counts writes into saved values, by the tensors that stand for them."""
 
         def f(x: Tensor) -> Tensor:
             saved, other = x.sin(), x.sin()

@@ -1,4 +1,4 @@
-"""Results of fixed sizes without FakeTensorMode are those of FakeTensorMode, and of the kernels."""
+"""Results of fixed sizes without FakeTensorMode equal those of the mode, and of the kernels."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ DTYPES = (torch.float32, torch.complex64, torch.int64)
 
 
 def seen(results: Any, values: Any) -> Any:
-    """All that is seen of results, and of the arguments after the call."""
+    """Return the visible properties of results, and of the arguments after the call."""
     leaves, tree = optree.tree_flatten(results, none_is_leaf=True)
     given = tensors_in(values)
     return tree, [looks(leaf, given) for leaf in leaves], [looks(x, given) for x in given]
 
 
 def compare(trace: Trace, op: Any, args: Any, kwargs: Any) -> bool:
-    """Compare an operator's results with FakeTensorMode's; False if they are left to it."""
+    """Compare an operator's results with FakeTensorMode's; False if that mode serves it."""
     ours, theirs = trace.fake((args, kwargs)), trace.fake((args, kwargs))
     results = results_of_fixed_sizes(trace.symbols.fake, op, *ours)
     if results is NotImplemented:
@@ -94,7 +94,7 @@ def test_operators_of_the_database(first: int) -> None:
 
 
 def layout(rng: random.Random, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of a shape: contiguous, permuted, with gaps, or expanded."""
+    """Return a tensor of a shape: contiguous, permuted, with gaps, or expanded."""
     order = rng.sample(range(len(shape)), len(shape))
     gap = rng.choice((0, 0, 1))
     memory = torch.ones([shape[d] + gap for d in order], dtype=dtype)
@@ -251,7 +251,7 @@ def test_fixed_sizes_import_neither_dynamo_nor_sympy() -> None:
 
 
 def test_small_tensors_have_memory_under_a_mode_of_torch() -> None:
-    """A trace of torch's may call a trace: its modes make tensors without memory."""
+    """A trace of torch may call a trace: its modes make tensors without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tsfunc.bridge.sizes.fake_mode import scaled_down
@@ -267,7 +267,7 @@ class _Interrupt(BaseException):
 
 
 def test_an_interrupt_of_the_mode_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode enters itself again, and the interrupt comes before it leaves itself."""
+    """The mode enters itself again, and the interrupt comes before it exits."""
     mode = LazyFakeMode()
     with mode:
         x = torch.ones(3)

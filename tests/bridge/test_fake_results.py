@@ -1,4 +1,4 @@
-"""Results with symbolic sizes: operators' own questions, and rules that know no symbols."""
+"""Results with symbolic sizes: size comparisons by operators, and fake rules without symbols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Calls = tuple[tuple[Tensor, ...], ...]
 def check(
     func: Callable[..., Any], shapes: dict[str, list[Any]], *calls: tuple[Tensor, ...]
 ) -> str:
-    """One program for all calls, each as the function gives it; the program."""
+    """Check that one program serves all calls as the function does; return the program."""
     f = specialize(func, {name: Meta(shape) for name, shape in shapes.items()})
     for args in calls:
         torch.testing.assert_close(f(*args), func(*args), rtol=1e-4, atol=1e-4)
@@ -32,7 +32,7 @@ def check(
 
 
 def test_kernels_that_tell_a_shape_run_on_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no rule for the sizes of a histogram: it is counted, on zeros, at some sizes."""
+    """torch has no rule for the shape of a histogram: its kernel counts zeros at some sizes."""
     run, counted = fake_tensor.run_fallback_kernel, []
 
     def counting(mode: Any, func: Any, flat: Any, *rest: Any) -> Any:
@@ -53,7 +53,7 @@ def test_kernels_that_tell_a_shape_run_on_little_memory(monkeypatch: pytest.Monk
 
 
 class TestQuestionsOfOperators:
-    """They are checks of arguments, or decide nothing that is seen."""
+    """Size comparisons by operators are checks of arguments, or do not affect results."""
 
     def test_order_of_strides(self) -> None:
         def f(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class TestQuestionsOfOperators:
         check(f, {"x": ["n", 64]}, (r(16, 64),), (r(100, 64),), (r(2, 64),))
 
     def test_the_same_call_twice(self) -> None:
-        """The second is answered as the first, and not by what was kept of its first attempt."""
+        """The second call equals the first, and does not use a cache entry of its first attempt."""
 
         def f(x: Tensor, y: Tensor) -> tuple[Tensor, int]:
             z = y.transpose(0, 1).reshape(y.shape)
@@ -116,14 +116,14 @@ class TestQuestionsThatDecide:
             f(r(9))
 
     def test_how_many_results_there_are(self) -> None:
-        """``chunk`` gives fewer parts than it is asked for where there is too little."""
+        """``chunk`` returns fewer parts than requested if the dim is too short."""
         f = specialize(lambda x: len(x.chunk(5)) + x, {"x": Meta(["n"])})
         with pytest.raises(ConstraintViolation):
             f(r(6))
 
 
 class TestShapesThatAreWrittenDown:
-    """Those of ``shape_rules`` and ``result_rules``; the operator database has the rest of them."""
+    """Shapes from ``shape_rules`` and ``result_rules``; the operator database has the rest."""
 
     @pytest.mark.parametrize(
         "index",
@@ -192,7 +192,7 @@ class TestShapesThatAreWrittenDown:
 @pytest.mark.parametrize("indices", [torch.tril_indices, torch.triu_indices])
 @pytest.mark.parametrize("offset", [-2, -1, 0, 1, 3])
 def test_triangles(indices: Callable[..., Tensor], offset: int) -> None:
-    """There are as many places in a triangle as the sizes say, of none too."""
+    """The sizes determine the number of elements in a triangle, which may be none."""
 
     def square(x: Tensor) -> Tensor:
         return x[tuple(indices(x.shape[0], x.shape[0], offset))]

@@ -1,4 +1,4 @@
-"""The registry of function rules: one declaration each, in the order of the stages."""
+"""The registry of function rules: one declaration for each rule, in the order of the stages."""
 
 from __future__ import annotations
 

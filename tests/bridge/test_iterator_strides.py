@@ -1,4 +1,4 @@
-"""Strides of broadcast results in traces: those of torch's kernels."""
+"""Strides of broadcast results in traces equal those of torch's kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FUNCTIONS: dict[int, dict[str, Callable[..., Tensor]]] = {
 }
 
 aten = torch.ops.aten
-# Operators for which torch's rule for fake tensors takes the operands in another order.
+# torch's rules for fake tensors take the operands of these operators in another order.
 REORDERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softplus_backward": lambda x, y: aten.softplus_backward(x, y, 1.0, 20.0),
     "elu_backward": lambda x, y: aten.elu_backward(x, 1.0, 1.0, 1.0, False, y),
@@ -95,7 +95,7 @@ def test_operands_in_any_layout(count: int, name: str, request: pytest.FixtureRe
             return _laid_out([n if rng.random() < 0.7 else 1 for n in kept], rng)
 
         operands = [operand() for _ in range(count)]
-        if name == "addcmul":  # which writes into the shape of its first operand
+        if name == "addcmul":  # writes into the shape of its first operand
             operands[0] = _laid_out(list(torch.broadcast_shapes(*[x.shape for x in operands])), rng)
         strides: list[Any] = []
 
@@ -111,7 +111,7 @@ def test_operands_in_any_layout(count: int, name: str, request: pytest.FixtureRe
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("name", [*FUNCTIONS[2], *REORDERED])
 def test_two_layouts(name: str, named: bool, request: pytest.FixtureRequest) -> None:
-    """The result has the strides of the kernel's result, for sizes with names, too."""
+    """The result has the strides of the kernel's result, for named sizes, too."""
     rng = random.Random(f"{request.config.option.hypothesis_seed} {name}")
     f = {**FUNCTIONS[2], **REORDERED}[name]
     sizes: dict[Any, int] = {"b": 2, "s": 7, 3: 3}
@@ -133,7 +133,7 @@ def test_two_layouts(name: str, named: bool, request: pytest.FixtureRequest) -> 
 
 
 def test_a_training_step_that_views_a_gradient_of_softplus() -> None:
-    """The view that a reshape is in a trace is one of the kernel's result, too."""
+    """The reshape of the kernel's result is a view in the trace, too."""
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         x = torch.nn.functional.softplus((x.reshape(-1, 4) @ w).view(*x.shape[:2], 4))
@@ -154,7 +154,7 @@ def test_a_view_in_the_program_of_a_jacobian_over_the_last_dim(size: int) -> Non
 
 
 def _drawn_indices(x: Tensor, rng: random.Random) -> tuple[Any, ...]:
-    """Return indices of some dims, which broadcast, in any layout."""
+    """Return indices of some dims, which broadcast, in random layouts."""
     sizes = [rng.choice((1, 2, 3)) for _ in range(rng.randint(1, 3))]
     indices: list[Any] = [slice(None)] * x.dim()
     for dim in rng.sample(range(x.dim()), rng.randint(1, x.dim())):
@@ -184,7 +184,7 @@ def test_an_indexed_tensor(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("shape", [None, ["b", "t"], ["b", 5]])
 def test_a_view_of_a_tensor_indexed_in_another_order(shape: Any) -> None:
-    """A derivative takes a view where the eager result has one, and copies where it has none."""
+    """A derivative views the eager result if that is possible, and copies otherwise."""
     weight = torch.randn(7, 3, requires_grad=True)
 
     def f(tokens: Tensor) -> Any:

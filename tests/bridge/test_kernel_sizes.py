@@ -1,4 +1,4 @@
-"""Derivatives in programs of open sizes, where torch's composite kernels read sizes as ints."""
+"""Derivatives in programs of open sizes, for composite kernels of torch that read sizes as ints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ READ_IN_CPP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", READ_IN_CPP)
 def test_a_kernel_that_reads_sizes_guards_the_size(name: str) -> None:
-    """The size of the call is a fact that the descriptor has to state."""
+    """The descriptor has to state the size of the call."""
     f = tsfunc.grad(lambda x: READ_IN_CPP[name](x).sin().sum())
     x = torch.randn(3, 4, dtype=torch.float64)
     with pytest.raises(ConstraintViolation, match=r"n == 3"):
@@ -99,7 +99,7 @@ def test_a_kernel_that_reads_sizes_guards_the_size(name: str) -> None:
     torch.testing.assert_close(program(x), f(x))
 
 
-@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # the subject of the test
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # the error under test
 def test_sizes_that_vary_have_programs_of_their_own() -> None:
     f = tsfunc.grad(lambda x: torch.gradient(x, dim=0)[0].sin().sum())
     program = tsfunc.specialize(f)

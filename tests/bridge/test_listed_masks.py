@@ -1,4 +1,4 @@
-"""A list of bools as an index is a constant, so that the size of the result is known in a trace."""
+"""A list of bools as an index is a constant, so a trace knows the size of the result."""
 
 from __future__ import annotations
 

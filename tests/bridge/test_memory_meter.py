@@ -1,4 +1,4 @@
-"""Meter: what a block takes from the allocator, counted beside blocks of known sizes."""
+"""Meter: the memory that a block allocates, measured on blocks of known sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_ends_with_its_block_also_after_an_error() -> None:
     assert (meter.peak, meter.held) == (0, 0)
     with pytest.raises(KeyError), Meter(CPU), Meter(CPU):
         raise KeyError("mine")
-    with profile(use_kineto=False):  # none is left running
+    with profile(use_kineto=False):  # no thread is left running
         torch.ones(1)
 
 
@@ -101,7 +101,7 @@ def test_beside_a_profiler_the_error_has_a_remedy() -> None:
 
 
 def test_an_accelerator_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peak is reset where the block begins."""
+    """The peak of the accelerator's own counter is reset at the start of the block."""
     state = {"now": 100, "peak": 900}
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "memory_allocated", lambda device: state["now"])

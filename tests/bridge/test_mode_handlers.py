@@ -1,4 +1,4 @@
-"""An interrupt in the handler of one of torch's own modes and tensors does not end the process."""
+"""An interrupt in the handler of torch's own modes and tensors does not end the process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _Interrupt(BaseException):
 
 
 def _enters_and_raises(mode: Any, *_: Any) -> Any:
-    """The mode enters itself, and the interrupt comes before it leaves itself."""
+    """The mode enters itself, and the interrupt comes before it exits."""
     mode.__enter__()
     raise _Interrupt
 
 
-# Each is called by the handler of a mode, with the mode as its first argument.
+# A mode's handler calls each function with the mode as its first argument.
 _STEPS = {
     FakeTensorMode: (FakeTensorMode, "dispatch"),
     FunctionalTensorMode: (FunctionalTensorMode, "_can_decompose"),
@@ -79,7 +79,7 @@ def test_an_interrupt_where_a_backend_leaves_anomaly_mode(monkeypatch: pytest.Mo
 
 
 def _in_a_process_of_its_own(function: Callable[[], None]) -> str:
-    """Return the end of a function's output; torch may end the process."""
+    """Return the end of a function's output in another process, which torch may end."""
     code = f"from tests.bridge import test_mode_handlers as t; t.{function.__name__}()"
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -98,8 +98,8 @@ def _signalled(call: Callable[[], object], at: int, device: bool) -> int:
     """Send a signal at a step of a call; return the number of steps.
 
     Args:
-        device: whether the steps are the calls of handlers for the device of a tensor, rather than
-            all calls of functions and their ends.
+        device: True if the steps are the calls of handlers for the device of a tensor; False if
+            they are all calls of functions and their ends.
     """
     steps = sent = 0
     raised: list[object] = []
@@ -174,5 +174,5 @@ def handlers_for_devices_while_a_backend_compiles() -> None:
     "function", [steps_of_recorded_operators, handlers_for_devices_while_a_backend_compiles]
 )
 def test_an_interrupt_while_c_asks_for_metadata(function: Callable[[], None]) -> None:
-    """It comes a little later, as torch ends a process whose handler raises there."""
+    """The interrupt is delayed, since torch ends a process whose handler raises there."""
     assert int(_in_a_process_of_its_own(function)) > 20

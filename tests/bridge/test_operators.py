@@ -1,4 +1,4 @@
-"""Operators of the user's own under the transforms, by the kernels that they have."""
+"""Operators of users under the transforms, with the kernels that they register."""
 
 from __future__ import annotations
 

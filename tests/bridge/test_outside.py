@@ -1,4 +1,4 @@
-"""Which tensors a function made and which it found, whatever the collector does meanwhile."""
+"""Tensors that a function made, and tensors from outside, are told apart during collections."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nothing() -> None:
 
 
 def fill_the_youngest() -> None:
-    """More objects than a generation holds, so that Python itself collects."""
+    """Make more objects than a generation holds, so that Python itself collects."""
     kept: list[list[int]] = [[] for _ in range(5 * gc.get_threshold()[0])]
     del kept
 
@@ -102,7 +102,7 @@ def test_each_level_has_its_own(when: str) -> None:
 
 
 class CollectedWhenRead(dict[int, Any]):
-    """Notes of a collection; another collection follows each time that they are read."""
+    """Records a collection; each read of the record triggers another collection."""
 
     def values(self) -> Any:
         notes = list(super().values())
@@ -153,7 +153,7 @@ assert tsfunc.vmap(tsfunc.grad(func), in_dims=1)(x).tolist() == [[0, 3, 0], [0, 
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# --- the search, by the ways on which a function may reach a tensor
+# --- the search, by the paths on which a function may reach a tensor
 
 
 BUFFER = torch.zeros(4)
@@ -339,7 +339,7 @@ def test_tensors_in_a_script_module_are_reached() -> None:
     assert any(t.untyped_storage().data_ptr() == memory for t in found)
 
 
-# --- drawn programs that make, keep, alias and write tensors
+# --- random programs that make, keep, alias and write tensors
 
 
 W = torch.arange(4.0).cos()
@@ -469,7 +469,7 @@ def test_live_tensors_are_those_that_the_collector_tracks(generation: int | None
 
 @pytest.mark.parametrize("generation", [0, None])
 def test_a_tuple_that_is_being_made_is_left_alone(generation: int | None) -> None:
-    """CPython extends the tuple in place, and raises a SystemError if it has another holder."""
+    """CPython extends the tuple in place, and raises a SystemError if another reference exists."""
 
     def elements() -> Iterator[list[int]]:
         for i in range(40):

@@ -1,4 +1,4 @@
-"""Calls put in the terms of their operators' schemas, by the types of their arguments."""
+"""Calls bound to the schemas of their operators, by the types of their arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 
 class Arriving(TorchDispatchMode):
-    """The first operator that is called within the block, and its arguments."""
+    """A mode with the first operator that is called in the block, and its arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class Arriving(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Calls of one form, with other values; the first one is what the form is found by.
+# Calls of one form, with other values; the form is derived from the first one.
 repeat = torch.Tensor.repeat
 
 ALIKE: dict[str, list[Call]] = {
@@ -79,7 +79,7 @@ ALIKE: dict[str, list[Call]] = {
 def test_a_form_gives_the_arguments_of_the_operator(name: str) -> None:
     for function, args, kwargs in ALIKE[name]:
         form = find_form(function, *ALIKE[name][0][1:])
-        if form is None:  # of a function in Python the forms are those of what it calls
+        if form is None:  # a function in Python has the forms of its operators
             assert type(function) is not type(torch.sin)
             break
         if [type(x) for x in args] != [type(x) for x in ALIKE[name][0][1]]:
@@ -119,8 +119,8 @@ def test_each_call_of_a_form_equals_the_loop(name: str) -> None:
 
 
 def test_calls_not_determined_by_types_have_no_form() -> None:
-    assert find_form(torch.add, (A, 2, B), {}) is None  # an order that is deprecated
-    assert find_form(torch.Tensor.contiguous, (A,), {}) is None  # which may be the tensor itself
+    assert find_form(torch.add, (A, 2, B), {}) is None  # a deprecated order of arguments
+    assert find_form(torch.Tensor.contiguous, (A,), {}) is None  # may return the tensor itself
     assert find_form(torch.result_type, (A, B), {}) is None
     assert find_form(torch.roll, (A, "one"), {}) is None  # refused by torch
     assert find_form(torch.Tensor.size, (A,), {}) is None
@@ -185,7 +185,7 @@ def test_errors_are_torchs_and_at_the_users_line() -> None:
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 @pytest.mark.parametrize("spelling", ["{}", "__{}__"])
 def test_comparisons(name: str, spelling: str) -> None:
-    """Each Python object has methods of the names of the operators: ``__eq__``."""
+    """Each Python object has methods with the operators' names: ``__eq__``."""
     function = getattr(torch.Tensor, spelling.format(name))
     FUNCTION_PLANS.clear()
     limit = X[1, 1, 1].item()

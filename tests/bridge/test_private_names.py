@@ -1,9 +1,9 @@
 """torch has every private name that the bridge uses, and each behaves as the bridge expects.
 
-The names come from the bridge's source, so that none is forgotten: imports of private modules or
-names, attribute chains that start at something imported from torch, and private attributes of
-torch's objects (``OpOverload._schema``), which are read from a value. The list with the checks,
-``tsfunc/bridge/private_names/``, has all of them and no others.
+The names come from the bridge's source, so that the list is complete: imports of private modules or
+names, attribute chains that start at an import from torch, and private attributes of torch's
+objects (``OpOverload._schema``), which are read from a value. The list with the checks,
+``tsfunc/bridge/private_names/``, has these names and no others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sources() -> list[Source]:
 
 
 def named(source: Source) -> Iterator[tuple[str, str]]:
-    """Each private dotted name that a file uses, and the line."""
+    """Yield each private dotted name in a file, and its line."""
     file, text = source
     tree = ast.parse(text)
     names = torch_names(tree)
@@ -77,9 +77,9 @@ def own_names(texts: list[str]) -> set[str]:
 
 
 def read_off_values(source: Source, own: set[str]) -> Iterator[tuple[str, str]]:
-    """Each private attribute of a value that is none of our own, and the line.
+    """Yield each private attribute of a value that tsfunc does not define, and its line.
 
-    What a method reads off its own object (``self._values``) is left out.
+    Attributes that a method reads from its own object (``self._values``) are left out.
     """
     file, text = source
     tree = ast.parse(text)
@@ -124,7 +124,7 @@ def missing(dotted: str, where: list[str]) -> str | None:
     return None
 
 
-# Inductor, which is imported here, uses a part of torch's that is deprecated.
+# Inductor, which is imported here, uses a deprecated part of torch.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("name", list(NAMES))
 def test_a_private_name_is_there(name: str) -> None:

@@ -1,7 +1,7 @@
 """Recipes repeat the calls of a batching rule: NOTE [recipes] in ``bridge/tracers/recipes.py``.
 
-The recorder is tested on rules of its own. The laws of repeated calls run with the compiled
-handlers, which use recipes, and with the Python ones, whose results are the same.
+The recorder is tested on rules that this file defines. The laws of repeated calls run with the
+compiled handlers, which use recipes, and with the Python ones, whose results are the same.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def outcome(f: Callable[..., Any], args: list[Tensor], mode: str) -> Any:
 @built
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_compiled_handlers_agree_with_the_python_ones(transform: str) -> None:
-    """Random programs, called again and again with other metadata and in other modes."""
+    """Random programs are called repeatedly, with other metadata and in other modes."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -419,7 +419,7 @@ def test_views_of_one_layout_at_different_offsets(name: str) -> None:
 
 @built
 def test_a_plan_has_recipes_of_its_last_calls() -> None:
-    """A table of recipes that is full is begun anew."""
+    """A full table of recipes is cleared."""
     f = vmap(lambda x, alpha: torch.addmm(x, x, x, alpha=alpha), (0, None))
     x = torch.randn(4, 3, 3)
     for i in range(600):
@@ -451,7 +451,7 @@ def test_running_statistics_are_updated_once_by_each_call() -> None:
 
 @built
 def test_numbers_are_part_of_the_recipe() -> None:
-    """A rule sees a number that C++ made a tensor of; another number needs other calls."""
+    """C++ makes a tensor of a number before the rule sees it; another number needs other calls."""
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for number in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, -0.0, 0.0):
 

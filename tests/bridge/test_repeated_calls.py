@@ -1,4 +1,4 @@
-"""A trace with repeated calls has the nodes that it has if every call goes the long way."""
+"""Repeated calls in a trace have the nodes that they have without the shortcut."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class Traces:
 
 
 def without_keys(patch: pytest.MonkeyPatch) -> None:
-    """Have every call go the long way."""
+    """Disable the shortcut for repeated calls."""
     patch.setattr(RepeatedCalls, "_key", lambda *call: None)
 
 
 def described(node: Any) -> Any:
-    """Return all that a graph says of a node."""
+    """Return all properties of a node."""
     meta = dict(node.meta)
     value = meta.pop("val", None)
     looks = None
@@ -156,7 +156,7 @@ def test_repeated_calls_record_what_new_ones_would(
         return
     if name in ("another dtype", "other strides", "conjugates"):
         made = args
-    # A call by the function handler and one by the dispatch handler count alike.
+    # Calls of the function handler and of the dispatch handler share their keys.
     assert traces.both(f, made) == count
 
 
@@ -193,12 +193,12 @@ def test_transforms_inside_of_the_trace(name: str, traces: Traces) -> None:
         return x.sum()
 
     transformed = {"grad": grad(f), "vmap": vmap(f), "vmap of grad": vmap(grad(f))}[name]
-    # The second call of a vmap's operator may come by another handler than the first one.
+    # The second call of a vmap's operator may come by the other handler.
     assert traces.both(transformed, [r(3) if name == "grad" else r(4, 3)]) >= 9
 
 
 def test_a_training_step(traces: Traces) -> None:
-    """Autograd calls operators of a level that it records on."""
+    """Autograd calls operators of a level that it records."""
     weights = [r(3, 3).requires_grad_() for _ in range(4)]
 
     def step(x: Tensor) -> Sequence[Tensor]:

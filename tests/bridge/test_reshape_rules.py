@@ -1,4 +1,4 @@
-"""Other shapes of the same elements: one program for all sizes that have as many."""
+"""Reshapes: one program for all sizes with the same number of elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import ConstraintViolation
 
-# A function of a tensor and a number, the shape, and calls that one program answers.
+# A function of a tensor and a number, the shape, and calls that one program serves.
 CASES: dict[str, tuple[Callable[[Tensor, int], Any], Any, list[tuple[int, int]]]] = {
     "rows": (lambda x, k: x.reshape(k, -1), ["n", 2], [(4, 2), (4, 8), (4, 1), (3, 6), (8, 4)]),
     "columns": (lambda x, k: x.view(-1, k), ["n", 2], [(4, 2), (4, 8), (4, 1), (3, 3)]),

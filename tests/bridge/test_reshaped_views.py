@@ -1,4 +1,4 @@
-"""Views of results that the batch has laid out in another way than an example is."""
+"""Views of results whose batch has another memory layout than one example."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _beside_a_row(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return flat, row, y
 
 
-# Of these a batch has no view where an example has one.
+# Views that exist for one example, and not for the batch.
 COPIED: dict[str, Callable[[Tensor], Any]] = {
     "read": lambda x: x.view(-1),
     "to the shape of another": lambda x: x.view_as(torch.zeros(2, 10)),
@@ -134,7 +134,7 @@ COPIED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", COPIED)
 def test_copied_views(name: str) -> None:
-    """They are what a view is: what is written to one is seen in the tensor, and in the batch."""
+    """Copied views behave like views: the tensor and the batch see what is written into them."""
     f = COPIED[name]
     ours, theirs = X.clone(), X.movedim(1, 0).contiguous()
     got = tsfunc.vmap(f, in_dims=1)(ours)
@@ -144,7 +144,7 @@ def test_copied_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", COPIED)
 def test_a_call_with_a_plan_has_copied_views(name: str) -> None:
-    """The plan of a call is made where the batch has the view, and serves a batch without it."""
+    """The plan is made from a batch that has the view, and serves a batch that does not."""
     f = COPIED[name]
     for in_dim in (0, 1, 0, 1, 1):
         examples = X.movedim(1, 0).contiguous()
@@ -182,14 +182,14 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x[..., 1:],
     lambda x: x.mT if x.dim() > 1 else x,
 ]
-# Used on the function's own tensors only: for an argument, the example's strides decide on a view.
+# Only for the function's own tensors: for an argument, the example's strides decide on a view.
 RESHAPES: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.reshape(-1),
     lambda x: x.reshape(2, -1),
     lambda x: x.mT.reshape(-1) if x.dim() > 1 else x,
     lambda x: x.flatten(),
 ]
-# The clone: torch leaves open what a copy to a tensor that shares memory with it gives.
+# The clone is needed: a copy to a tensor that shares memory with its source is undefined in torch.
 WRITES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: x.add_(1),
     lambda x, y: x.mul_(2),
@@ -238,7 +238,7 @@ def test_any_program_of_views_and_writes(
     try:
         gradients = loop(tsfunc.grad(total), 3)(examples)
     except RuntimeError:
-        return  # what was saved was written to
+        return  # a saved value was written to
     batch = examples.movedim(0, at).contiguous()
     same(tsfunc.vmap(tsfunc.grad(total), in_dims=at)(batch), gradients)
     same(tsfunc.vmap(tsfunc.jacfwd(total), in_dims=at)(batch), gradients)

@@ -1,4 +1,4 @@
-"""``x[mask]`` with a mask of each example's own: what needs no size is the loop's."""
+"""``x[mask]`` with a mask of each example: calls that need no size agree with the loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stacked(f: Callable[..., Any], *batches: torch.Tensor) -> Any:
 
 
 def given(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors, masks (of which one selects almost nothing), and others to go with them."""
+    """Return tensors, masks (one of which selects almost nothing), and matching operands."""
     torch.manual_seed(seed)
     x, other = torch.randn(2, EXAMPLES, 3, 5)
     mask = torch.rand(EXAMPLES, 3, 5) > 0.5
@@ -34,7 +34,7 @@ def given(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def written(write: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    """A function that writes into its tensor, which is returned."""
+    """Return a function that writes into its tensor and returns it."""
 
     def f(b: torch.Tensor, m: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         b = b.clone()
@@ -190,7 +190,7 @@ def _one(write: Callable[[Any, Any, Any], None]) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("write", [_add, _multiply, _clamp, _running, _computed_again])
 def test_writes_by_a_mask_of_one_element(write: Callable[..., None]) -> None:
-    """Examples without dims, as in ``vmap`` of a function of one number."""
+    """The examples have no dims, as in ``vmap`` of a function of one number."""
     f = _one(write)
     x = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
     torch.testing.assert_close(tsfunc.vmap(f)(x), stacked(f, x))
@@ -221,7 +221,7 @@ _NOT_SMOOTH = {"any", "all", "argmax"}
 @pytest.mark.parametrize("f", [pytest.param(f, id=n) for n, f in SMOOTH if n not in _NOT_SMOOTH])
 def test_derivatives_are_the_loops(f: Callable[..., Any]) -> None:
     b, m, c = given(1)
-    b[1] = 0.0  # of which logarithms are infinite, where no mask selects it
+    b[1] = 0.0  # whose logarithms are infinite where no mask selects them
     total = _total(f)
     both = tsfunc.grad(total, argnums=(0, 2))
     each = [both(b[i], m[i], c[i]) for i in range(EXAMPLES)]

@@ -1,4 +1,4 @@
-"""Sizes with names as numbers of operators, in traces that repeat calls by plan and recipe."""
+"""Named sizes as numbers of operators, in traces that repeat calls by plan and recipe."""
 
 from __future__ import annotations
 

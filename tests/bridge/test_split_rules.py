@@ -1,4 +1,4 @@
-"""Parts of tensors along named dims: how many is asked, how long they are is worked out."""
+"""Splits along named dims, by a number of parts from which the lengths follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import ConstraintViolation
 
-# A function, the first dim, and lengths of it for which one program does.
+# A function, the first dim, and lengths of it that one program serves.
 CASES: dict[str, tuple[Callable[[Tensor], Any], Any, list[int]]] = {
     "halves": (lambda x: x.chunk(2), "n", [9, 2, 3, 4, 100, 1, 0]),
     "thirds": (lambda x: x.chunk(3), Dim("n", min=5), [9, 5, 6, 7, 100]),

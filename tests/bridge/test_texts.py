@@ -14,7 +14,7 @@ from tsfunc import MetaTensorType, grad, jvp, specialize, vmap
 
 
 def texts_in(transform: Callable[[Callable[..., Any]], Any], *args: Any) -> list[str]:
-    """Return the texts of the value that a transform gives to a function."""
+    """Return the texts of the value that a transform passes to a function."""
     texts: list[str] = []
 
     def looked_at(x: Tensor) -> Tensor:

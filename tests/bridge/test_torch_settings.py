@@ -16,7 +16,7 @@ X = torch.arange(6.0).view(2, 3)
 
 
 def asked_in(transform: Callable[[Callable[[Tensor], Tensor]], object]) -> list[bool]:
-    """Return what a function is told at each of its runs in one call of a transform."""
+    """Return the value that a function reads in each of its runs in one call of a transform."""
     answers = []
 
     def asks(x: Tensor) -> Tensor:

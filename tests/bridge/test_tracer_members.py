@@ -1,6 +1,6 @@
-"""Methods, attributes and operators of tracers are those of torch's tensors.
+"""Tracers have the methods, attributes and operators of torch's tensors.
 
-Compiled handlers put members of their own on the class of tracers; without them the same laws hold.
+Compiled handlers add members to the class of tracers; the same laws hold without them.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def test_arguments_that_torch_refuses() -> None:
 
 
 def test_members_that_are_written_in_python_are_kept() -> None:
-    """All members of tracers are there before the compiled ones are installed."""
+    """Tracers have all their members before the compiled ones are installed."""
     kinds = [kind for kind in SlottedBatchTracer.__mro__ if issubclass(kind, Tracer)]
     defined = {name for kind in kinds[1:] for name in vars(kind)}
     assert {"set_", "as_subclass", "layout", *METADATA} <= defined

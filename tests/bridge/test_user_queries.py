@@ -1,4 +1,4 @@
-"""The functions that ask about sizes decide which guards a program gets; their files do not."""
+"""The functions that compare sizes decide which guards a program gets; their files do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc.bridge.tracers.user_queries import in_user_code, transform_code
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Compiles the package's modules under other file names, then prints the guards of functions.
+# Compile the package's modules under other file names, then print the guards of functions.
 PROGRAM = """
 import importlib.abc, importlib.machinery, json, sys, types
 
@@ -155,7 +155,7 @@ print(json.dumps(found))
 
 
 def guards(prefix: str | None) -> list[object]:
-    """Return the guards of the functions if the package's files have another name."""
+    """Return the guards of the functions with renamed files of the package."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(prefix)],
         capture_output=True,
@@ -178,7 +178,7 @@ def test_names_of_files_decide_no_guards() -> None:
 
 
 class TestUserCode:
-    """``in_user_code`` tells a function's lines from the kernels of the operators it calls."""
+    """``in_user_code`` tells a function's lines from the kernels of its operators."""
 
     def test_outside_of_traces(self) -> None:
         assert not in_user_code()

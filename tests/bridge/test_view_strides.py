@@ -1,4 +1,4 @@
-"""Views in programs: those that torch's kernels take, and no others."""
+"""Programs view tensors exactly if torch's kernels do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tsfunc.bridge.sizes.strides import has_view
 
 
 def _sizes_of(count: int, rng: random.Random) -> list[int]:
-    """Return random sizes of a tensor with so many elements."""
+    """Return random sizes of a tensor with this number of elements."""
     sizes = []
     while count > 1 and rng.random() < 0.7:
         sizes.append(rng.choice([n for n in range(2, count + 1) if count % n == 0]))

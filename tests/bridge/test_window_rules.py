@@ -1,4 +1,4 @@
-"""Windows of symbolic sizes: programs for all sizes, held to the operator itself."""
+"""Windows of symbolic sizes: programs for all sizes agree with the operator."""
 
 from __future__ import annotations
 

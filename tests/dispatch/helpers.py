@@ -16,25 +16,25 @@ _count = itertools.count()
 
 
 def unique(name: str) -> str:
-    """A name that nothing has yet: keys and operators are there for good, process by process."""
+    """Return an unused name: keys and operators can't be removed from a process."""
     return f"{name}_{next(_count)}"
 
 
 class Value:
-    """The least that can stand for a value of a level."""
+    """A minimal value of a level."""
 
     def __init__(self, level: Level) -> None:
         self.dispatch_level = level
 
 
 class Plain:
-    """A value with keys of its own, and of no level."""
+    """A value with keys and without a level."""
 
     dispatch_keys = DispatchKeySet(DispatchKey.CPU)
 
 
 def on_another_thread(call: Callable[[], R]) -> R:
-    """Runs a function on a new thread; gives its result here, or raises its error here."""
+    """Run a function on a new thread; return its result, or raise its error."""
     results: list[R] = []
     errors: list[BaseException] = []
 
@@ -53,7 +53,7 @@ def on_another_thread(call: Callable[[], R]) -> R:
 
 
 def line_of(marker: str, source: Any) -> str:
-    """``file:line`` of the line of a function's source that has a marker, as a pattern."""
+    """Return a pattern for ``file:line`` of the line with a marker in a function's source."""
     lines, start = inspect.getsourcelines(source)
     (offset,) = [i for i, line in enumerate(lines) if f"# {marker}" in line]
     return re.escape(f"{inspect.getsourcefile(source)}:{start + offset}")

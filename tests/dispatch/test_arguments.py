@@ -1,4 +1,4 @@
-"""The keys that arguments add to a call's key set."""
+"""Arguments add their keys to the key set of a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pair:
     first: Any
     second: Any
 
-    def __init__(self, first: Any, second: Any) -> None:  # kept by the decorator
+    def __init__(self, first: Any, second: Any) -> None:  # the decorator keeps it
         self.first, self.second = first, second
 
 

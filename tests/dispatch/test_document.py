@@ -1,5 +1,5 @@
-"""The dispatcher keeps the sentences of the document it follows ("Let's talk about the PyTorch
-dispatcher"): each test quotes one.
+"""The dispatcher agrees with the document that it follows ("Let's talk about the PyTorch
+dispatcher"): each test quotes a sentence.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def redispatching(op: Operator, name: str, log: list[str]) -> Callable[..., Any]
 
 
 class TestKernelsCallOtherOperators:
-    """The handler of a feature masks itself off; calls inside of it go on to the backend."""
+    """The handler of a feature masks the feature; calls inside of it go on to the backend."""
 
     @pytest.mark.parametrize("outer", ["native", "cell", "row"])
     @pytest.mark.parametrize("inner", ["native", "cell", "row"])
@@ -165,7 +165,7 @@ class TestPrecedence:
         native: bool,
         included: set[DispatchKey],
     ) -> None:
-        """The call is compared with the document's rule, written out."""
+        """The test writes out the document's rule, and compares it with the call."""
         log: list[str] = []
         op = operator((lambda x: log.append("native")) if native else None)
         for key, passes in cells.items():
@@ -196,12 +196,12 @@ class TestPrecedence:
             else:
                 assert ended == "native"
         if cells.get(CPU) and ended == "no key is left" and row is False:
-            expected.append("row")  # serves a call that no key is left for
+            expected.append("row")  # serves a call without a remaining key
         assert log == expected
 
 
 class TestBackendSelect:
-    """It is in the global set and registered for a few operators; for the rest it falls through."""
+    """It is in the global set and registered for a few operators; it falls through for the rest."""
 
     @pytest.mark.parametrize("row", [False, True])
     def test_it_falls_through_where_nothing_is_registered(self, row: bool) -> None:
@@ -231,7 +231,7 @@ class TestBackendSelect:
         dispatch.register(
             op, SELECT, lambda x: dispatch.redispatch(op, DispatchKeySet(DispatchKey.Meta), x)
         )
-        assert op(torch.ones(1)) == "meta"  # whatever its arguments say
+        assert op(torch.ones(1)) == "meta"  # its arguments do not matter
 
 
 def test_dispatch_considers_all_arguments() -> None:

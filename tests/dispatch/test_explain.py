@@ -1,4 +1,4 @@
-"""``explain`` says what a call would do, and that is what the call does."""
+"""``explain`` predicts the steps of a call, and the call takes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log: list[str] = []
 
 
 def logging(name: str, kind: str) -> Callable[..., None]:
-    """A kernel that notes its name as ``explain`` gives it, and calls the operator again."""
+    """Return a kernel that notes its name as in ``explain``, and calls the operator again."""
 
     def kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         log.append(f"{name} ({kind})")
@@ -51,7 +51,7 @@ dispatch.register_fallback(SERVED, logging("served", "column"))
 
 
 def kernels_of(explanation: Explanation) -> list[str]:
-    """The kernels that run, without what falls through and what is not there."""
+    """Return the kernels that run, without fallthroughs and missing ones."""
     return [
         step.kernel for step in explanation.steps
         if not step.kernel.startswith(("fallthrough", "no kernel"))
@@ -86,7 +86,7 @@ def test_the_explained_rule_is_the_one_that_runs(
             try:
                 op(Plain(), *values)
             except DispatchError as error:
-                # A step without a kernel is the last; or redispatching has come to the end.
+                # The last step has no kernel, or redispatching has ended.
                 missing = any("no kernel" in step.kernel for step in explanation.steps[-1:])
                 assert ("no kernel for" if missing else "no key is left") in str(error)
             assert kernels_of(explanation) == log
@@ -167,7 +167,7 @@ def test_a_level_that_has_ended_or_is_not_here() -> None:
 
 
 def explained(*call: Any) -> list[Explanation]:
-    """The explanations made of a call on the examples of a batch."""
+    """Return the explanations of a call on the examples of a batch."""
     found: list[Explanation] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_redispatch_takes_a_packet_of_overloads() -> None:
     assert dispatch.redispatch(torch.add, torch.ones(2), 2).tolist() == [3.0, 3.0]
 
 
-# In a process of its own: a kernel that is registered stays.
+# In another process: a registered kernel can't be removed.
 A_KERNEL_OF_ONES_OWN = """
 import torch
 from tsfunc import dispatch, vmap
@@ -238,7 +238,7 @@ torch.testing.assert_close(vmap(torch.sin)(x), torch.sin(x))
 
 
 def test_a_kernel_of_ones_own_comes_before_the_rule_that_is_found_faster() -> None:
-    """``torch.erfcx`` has a rule that is found by the function itself, past the table."""
+    """``torch.erfcx`` has a rule that the handler finds without the table."""
     command = [sys.executable, "-c", A_KERNEL_OF_ONES_OWN]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -69,7 +69,7 @@ def test_a_key_goes_between_two() -> None:
 
 
 def test_a_key_without_bounds_goes_above_all_others() -> None:
-    for _ in range(12):  # halving the room on top would end after ten
+    for _ in range(12):  # halving the space above would end after ten steps
         others = DispatchKey.all()
         key = DispatchKey.define(unique("Top"))
         assert DispatchKey.all() == [key, *others]
@@ -124,7 +124,7 @@ def test_keys_between_two_neighbours_run_out() -> None:
     assert len({key.priority for key in made}) == free
     with pytest.raises(DispatchError, match=rf"the {free} priorities inside the bounds are taken"):
         DispatchKey.define(unique("Fill"), above=low, below=high)
-    # Elsewhere there is room: a full gap next to the bound is passed over.
+    # Insertion elsewhere works: a full gap next to the bound is skipped.
     assert DispatchKey.define(unique("Beyond"), above=low).priority > high.priority
 
 

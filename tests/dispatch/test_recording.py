@@ -1,4 +1,4 @@
-"""The recorder: what is told to it, by calls of any key, on any thread."""
+"""The recorder receives calls of any key, from any thread."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_rule_that_is_in_no_table(recorder: Recorder) -> None:
     assert use.operator == "name"
     assert use.how == "rule"
     assert use.source.startswith(__file__)
-    assert run_as("name", level, max, 1, 2) == 2  # written in C, so from no line
+    assert run_as("name", level, max, 1, 2) == 2  # C code has no line
 
 
 def test_a_call_is_reported_only_outside_of_other_calls(recorder: Recorder) -> None:
@@ -150,7 +150,7 @@ def test_the_users_line_is_outside_of_this_package_and_torch() -> None:
 
 
 def through(*modules: str) -> bool:
-    """``called_by_user`` as asked in the last of these modules, which call each other in order."""
+    """Return ``called_by_user`` in the last of these modules, which call each other in order."""
     call = called_by_user
     for name in reversed(modules):
         scope = {"__name__": name, "call": call}
@@ -174,7 +174,7 @@ def through(*modules: str) -> bool:
 def test_a_call_is_the_users_if_the_first_module_beside_torch_is(
     modules: tuple[str, ...], users: bool
 ) -> None:
-    # The asking function is in one of these modules, or calls for one as this package does.
+    # The reading function is in one of these modules, or calls for one as this package does.
     assert through(*modules, "tsfunc.dispatch") == users
 
 

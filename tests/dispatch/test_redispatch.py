@@ -1,4 +1,4 @@
-"""How a call goes on from one kernel to the next, outwards through keys and levels."""
+"""Redispatching from one kernel to the next, outwards through keys and levels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_backend_select_kernel_chooses_the_backend_of_a_factory() -> None:
 
 
 def chain(op: Operator, keys: Sequence[DispatchKey], log: list[str]) -> None:
-    """Gives each key a kernel that logs its level, and calls the operator again."""
+    """Register for each key a kernel that logs its level, and calls the operator again."""
 
     def kernel(key: DispatchKey, *args: Any) -> Any:
         level = dispatch.running_level()
@@ -84,7 +84,7 @@ def test_all_of_it_on_another_thread() -> None:
     chain(op, (LOW,), log)
     dispatch.register(op, HIGH, fallthrough)
     with dispatch.include(LOW), Level(LOW) as outer, Level(HIGH) as inner:
-        # The inner level falls through, and the outer one is known by the inner one's capture.
+        # The inner level falls through; its captured state contains the outer one.
         on_another_thread(lambda: op(Plain(), Value(outer), Value(inner)))
         on_another_thread(lambda: op(Plain(), Value(outer)))
     assert log == [f"{LOW.name}@1", f"{LOW.name}@0", "native"] * 2
@@ -150,7 +150,7 @@ def test_run_at_a_level_needs_no_value_of_it() -> None:
     ids=["alone", "second", "first", "in a list", "in a composite"],
 )
 def test_a_kernel_that_passes_a_tracer_on_is_refused(call: Callable[[Any], Any]) -> None:
-    """Beside a plain tensor too, whose backend is a key that is left."""
+    """This holds beside a plain tensor, too, whose backend key remains."""
     key = DispatchKey.define(unique("PassesOn"), above=DispatchKey.Batch)
 
     class Passed(Tracer):

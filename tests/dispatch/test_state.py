@@ -31,14 +31,14 @@ Read = Callable[[], DispatchKeySet]
 
 @pytest.fixture(autouse=True)
 def no_leak() -> Iterator[None]:
-    """No test leaves anything behind on this thread or for all."""
+    """Check that no test leaves state behind, for this thread or for all."""
     before = state.tls.state, dispatch.global_keys()
     yield
     assert (state.tls.state, dispatch.global_keys()) == before
 
 
 def recorder(key: DispatchKey) -> tuple[Operator, list[str]]:
-    """An operator whose kernel for a key notes that it ran, and goes on outwards."""
+    """Return an operator whose kernel for a key notes that it ran, and redispatches outwards."""
     ran: list[str] = []
     op = Operator(unique("state::recorder"), native=lambda *args: ran.append("native"))
 
@@ -321,12 +321,12 @@ def test_at_own_level_is_as_inside_of_the_transform() -> None:
     assert ran == ["native"]
 
 
-# State beside our own
+# State of torch
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A variable that levels capture, as autocast's settings would be."""
+    """A variable that levels capture, like autocast's settings."""
     current = ["at first"]
 
     def capture() -> Callable[[], AbstractContextManager[None]]:

@@ -1,4 +1,4 @@
-"""The table: what is registered where, and which kernel a call runs."""
+"""The table: registrations, and the kernel that a call runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def operator(native: Callable[..., Any] | None = None) -> Operator:
 
 
 def put(where: str, op: Operator, key: DispatchKey, kernel: Any) -> None:
-    """Registers a kernel, which gives its argument, for a cell, a row or a column."""
+    """Register a kernel, which returns its argument, for a cell, a row or a column."""
     if where == "cell":
         dispatch.register(op, key, kernel)
     elif where == "row":
@@ -133,7 +133,7 @@ def test_a_later_registration_is_seen_by_operators_called_before() -> None:
         assert third(Plain()) == "column"
 
 
-# What is refused
+# Refusals
 
 
 def test_a_name_is_taken_once() -> None:
@@ -149,7 +149,7 @@ def test_a_name_is_taken_once() -> None:
 
 
 def _kernel(*args: Any) -> None:
-    """The same for both registrations: the places are not where it is defined."""
+    """The kernel of both registrations: the places are not its definition."""
 
 
 def test_a_cell_is_filled_once() -> None:
@@ -259,7 +259,7 @@ def test_a_value_of_a_level_that_has_ended_is_refused() -> None:
     )
     with pytest.raises(EscapedTracerError, match=message):
         op(Value(level))
-    # A new level at the same depth does not take it for its own.
+    # A new level at the same depth does not own it.
     with Level(HIGH) as new, pytest.raises(EscapedTracerError, match=message):
         op(Value(new), Value(level))
 

@@ -1,4 +1,4 @@
-"""Which tests of a function are checks, read off its bytecode."""
+"""Bytecode decides which tests of a function are checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tsfunc.dispatch.user_checks import raising_outcome, starts_trace
 
 
 class Asked:
-    """An object that notes, where it is tested, for which value the test raises."""
+    """An object that notes, when it is tested, for which value the test raises."""
 
     def __init__(self, value: bool) -> None:
         self.value = value
@@ -24,7 +24,7 @@ class Asked:
 
 @starts_trace
 def run(func: Callable[[Asked], int], x: Asked) -> int:
-    """Run a function as a trace does: frames around it, as pytest's, do not count as handlers."""
+    """Run a function like a trace: the frames around it (pytest's) do not count as handlers."""
     return func(x)
 
 
@@ -97,7 +97,7 @@ def is_caught_outside(x: Asked) -> int:
 
 
 def passed_on_by(module: str, func: Callable[[Asked], int]) -> Callable[[Asked], int]:
-    """A function of a module that catches errors of another one."""
+    """A function of a module that catches errors of another module."""
     scope = {"__name__": module, "func": func}
     lines = "def passes_on(x):", "    try:", "        return func(x)", "    except KeyError:"
     exec("\n".join((*lines, "        return 2")), scope)
