@@ -29,7 +29,7 @@ def two_of_many(tensors: list[Tensor]) -> Tensor:
 
 
 def described(tensors: List[ROWS]) -> None:  # type: ignore[valid-type]  # noqa: UP006
-    """Return a function of any number of tensors of one length."""
+    """A signature for any number of tensors of one length."""
 
 
 def by_types(check: Callable[..., list[Any]], tensors: list[Tensor]) -> int:

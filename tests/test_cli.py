@@ -1,4 +1,4 @@
-"""The command: what it prints, in a terminal and elsewhere."""
+"""The command: its output, in a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*args: str, code: int = 0) -> str:
-    """Run the command; return what it prints to both streams."""
+    """Run the command; return its output on both streams."""
     result = CliRunner().invoke(cli.app, args)
     assert result.exit_code == code, result.output
     return result.output

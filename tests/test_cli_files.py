@@ -130,8 +130,8 @@ def test_an_unknown_format_is_refused(file: Path) -> None:
 
 
 @pytest.mark.slow  # compiles C++
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own warning
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own warning
 def test_export_compiled(file: Path) -> None:
     run("export", str(file), "--to", "aoti")
     package = torch._inductor.aoti_load_package(str(file.with_suffix(".aoti.pt2")))

@@ -47,7 +47,7 @@ PRIVATE_ATTRIBUTES = {
     if not name.startswith("torch.")
 }
 
-# The packages within a package, in the same way.
+# The packages within a package, with the same meaning.
 INNER_PACKAGES = {
     "bridge": (
         "compiled",
@@ -74,12 +74,12 @@ INNER_PACKAGES = {
         "calling",
     ),
 }
-# Installed packages that `import tsfunc` may load where `import torch` has not.
-# The last one is our own: the compiled handlers, where they are built.
+# Installed packages that `import tsfunc` may load and `import torch` does not. The last one is
+# tsfunc's own: the compiled handlers, if they are built.
 LIGHT = {"tsfunc", "optree", "typing_extensions", "tsfunc_handlers"}
-# Parts of torch that `import torch` leaves alone, and that take long to load.
+# Parts of torch that `import torch` does not load, and that take long to load.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
-# Our own that a first vmap of grad has no use for: what specialize needs, control flow, the tools.
+# Packages of tsfunc that a first vmap of grad does not need: specialize, control flow, the tools.
 UNUSED_BY_VMAP = (
     "tsfunc.ops.catalogue.lookup",
     "tsfunc.program",
@@ -102,25 +102,25 @@ vmap(grad(lambda w, x: (w @ x).tanh().square().sum()), in_dims=(None, 0))(
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Every module under tsfunc/: its dotted name (``__init__`` kept as a part) and its file."""
+    """Return each module under tsfunc/: its dotted name (with ``__init__``) and its file."""
     files = sorted((ROOT / "tsfunc").rglob("*.py"))
     return [(".".join(f.relative_to(ROOT).with_suffix("").parts), f) for f in files]
 
 
 def package_of(module: str) -> str:
-    """The package of a dotted name; the empty string for ``tsfunc`` itself."""
+    """Return the package of a dotted name; the empty string for ``tsfunc`` itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
 
 
 def imported(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of all that is imported, at any depth of the code."""
+    """Yield the line and full dotted name of each import, at any depth of the code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            # `from . import x` in a.b.c (or a.b.__init__) is a.b.x: one part off for each dot.
+            # `from . import x` in a.b.c (or a.b.__init__) is a.b.x: each dot removes one part.
             package = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*package, *([node.module] if node.module else [])])
             for alias in node.names:
@@ -128,10 +128,10 @@ def imported(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def import_violations(module: str, source: str) -> list[str]:
-    """The imports of a module of tsfunc that go against the order of the packages."""
+    """Return the imports of a module of tsfunc that violate the order of the packages."""
     package = package_of(module)
     if not package:
-        return []  # tsfunc/__init__.py shows what all the packages have
+        return []  # tsfunc/__init__.py exports from all packages
     if package not in PACKAGES:
         return [
             f"{module}: the package {package!r} is missing in PACKAGES of tests/test_imports.py"
@@ -149,12 +149,12 @@ def import_violations(module: str, source: str) -> list[str]:
 
 
 def inner_import_violations(module: str, source: str) -> list[str]:
-    """The imports of a module that go against the order of the packages within its package."""
+    """Return the imports of a module that violate the order of the packages within its package."""
     package = package_of(module)
     order = INNER_PACKAGES.get(package, ())
     parts = module.split(".")
     if not order or parts[2:] == ["__init__"]:
-        return []  # the package's face shows what all of its packages have
+        return []  # the package's ``__init__`` exports from all of its packages
     if parts[2] not in order:
         return [f"{module}: {parts[2]!r} has no place in INNER_PACKAGES of tests/test_imports.py"]
     found = []
@@ -170,7 +170,7 @@ def inner_import_violations(module: str, source: str) -> list[str]:
 
 
 def imports_between(files: Iterable[tuple[str, Path]]) -> dict[str, set[str]]:
-    """For each module those that it imports; what a package shows of its modules is left out."""
+    """Return the imports between modules, except those by which a package exports its modules."""
     sources = {name: file.read_text() for name, file in files if not name.endswith("__init__")}
     found: dict[str, set[str]] = {}
     for name, source in sources.items():
@@ -181,7 +181,7 @@ def imports_between(files: Iterable[tuple[str, Path]]) -> dict[str, set[str]]:
 
 
 def circles(loads: dict[str, set[str]]) -> list[list[str]]:
-    """The ways on which modules come back to themselves, one for each that is found."""
+    """Return import circles: one path from a module back to itself for each circle found."""
     found: list[list[str]] = []
     done: set[str] = set()
 
@@ -211,7 +211,7 @@ def is_private(dotted: str) -> bool:
 
 
 def dotted_name(node: ast.AST, names: dict[str, str]) -> str | None:
-    """``torch.a.b`` for an attribute chain on a name that stands for something of torch's."""
+    """Return ``torch.a.b`` for an attribute chain on a name that refers to torch."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -222,7 +222,7 @@ def dotted_name(node: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def torch_names(tree: ast.Module) -> dict[str, str]:
-    """Names that stand for something of torch's: imports, and ``aten = torch.ops.aten`` on top."""
+    """Return the names that refer to torch: imports, and a global ``aten = torch.ops.aten``."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -243,10 +243,11 @@ def torch_names(tree: ast.Module) -> dict[str, str]:
 
 
 def private_uses(module: str, source: str) -> list[str]:
-    """Return the places where a module outside the bridge names something private of torch's.
+    """Return the places where a module outside of the bridge uses a private name of torch.
 
-    Seen are imports, attribute chains that start at a name imported from torch, and the attributes
-    of values in the bridge's list (``x._base``), except those that a method reads off its object.
+    These are imports, attribute chains that start at a name imported from torch, and the attributes
+    of values in the bridge's list (``x._base``), except those that a method reads from its own
+    object.
     """
     if package_of(module) == PRIVATE_NAMES_PACKAGE:
         return []
@@ -397,7 +398,7 @@ def test_a_public_name_is_let_through(source: str) -> None:
 
 
 def loaded_by(code: str) -> list[str]:
-    """The modules that code loads in a fresh process, beside torch's own import."""
+    """Return the modules that code loads in a fresh process, beside torch's own import."""
     lines = (
         "import json, sys, torch",
         "before = set(sys.modules)",
@@ -429,7 +430,7 @@ def test_importing_tsfunc_loads_little_beside_torch() -> None:
 
 
 def test_a_first_vmap_of_grad_loads_only_the_modules_it_needs() -> None:
-    """torch itself loads sympy and more in it, where it first meets a tensor subclass."""
+    """torch itself loads sympy and more in it, when it first meets a tensor subclass."""
     loaded = loaded_by(VMAP_OF_GRAD)
     assert "tsfunc.transforms.vmap" in loaded
     assert below(loaded, (*UNUSED_BY_VMAP, "torch._dynamo", "torch._inductor")) == []
@@ -454,7 +455,7 @@ def test_repeated_calls_do_not_load_dynamo() -> None:
 
 
 def late_tables() -> Iterator[tuple[str, str]]:
-    """The packages with names that are loaded late, and their sources."""
+    """Yield the packages with lazily loaded names, and their sources."""
     for module, file in modules():
         source = file.read_text()
         if module.endswith("__init__") and "= lazy_exports(" in source:
@@ -462,7 +463,7 @@ def late_tables() -> Iterator[tuple[str, str]]:
 
 
 def late_names(package: str, tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Full names by name, as the imports under ``TYPE_CHECKING`` say it, and as the table does."""
+    """Return full names by name: from the imports under ``TYPE_CHECKING``, and from the table."""
     (choice,) = [
         node
         for node in tree.body

@@ -13,11 +13,11 @@ import pytest
 import tsfunc
 
 PAGE = (Path(__file__).parents[1] / "docs" / "public.md").read_text()
-# Modules whose public names are their ``__all__``, and modules whose own names without an
+# Modules whose public names are their ``__all__``, and modules in which all names without an
 # underscore are public.
 LISTED = ("custom_derivatives debug dispatch ops program rage testing types").split()
 BY_NAME = "checkpoint_policies errors pytrees".split()
-# A package, or a module directly below the package, whose docstring says that it is private.
+# A package, or a module directly below the package, whose docstring states that it is private.
 PRIVATE = "bridge cli config doctor hooks releases transforms user_code".split()
 # Modules inside of public packages that are public themselves.
 PARTS = {"testing.strategies", "testing.pytest_plugin"}
@@ -62,7 +62,7 @@ def test_dir_is_the_public_names() -> None:
 
 @pytest.mark.parametrize("name", [m for m in modules() if m.count(".") > 1])
 def test_a_module_inside_of_a_package_is_private(name: str) -> None:
-    """Packages say it for their modules; a public one is listed here and in the page."""
+    """Packages state it for their modules; a public one is listed here and in the page."""
     package, inner = name.split(".")[1], name.partition(".")[2]
     if inner in PARTS:
         assert f"`tsfunc.{inner}`" in PAGE
@@ -72,7 +72,7 @@ def test_a_module_inside_of_a_package_is_private(name: str) -> None:
 
 
 def test_modules_of_public_functions() -> None:
-    """A name in ``__all__`` is the package's own, or one of torch that it passes on."""
+    """A name in ``__all__`` is defined in the package, or re-exported from torch."""
     for name in tsfunc.__all__:
         value = getattr(tsfunc, name)
         if not isinstance(value, ModuleType):

@@ -1,4 +1,4 @@
-"""Pytrees: what is a container, and what comes back from taking one apart."""
+"""Pytrees: the containers, and the results of taking them apart."""
 
 from __future__ import annotations
 

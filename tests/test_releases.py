@@ -1,4 +1,4 @@
-"""Warnings for a torch that the package was not tested with, and claims about what was."""
+"""Warnings for a torch that the package was not tested with, and claims about tested releases."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_functions_without_annotations_are_taken() -> None:
     def keeps(func: Callable[..., Any]) -> Callable[..., Any]:
         return func
 
-    twice: Callable[[Any], Any] = lambda x: x * 2  # noqa: E731 - a lambda is what is tested
+    twice: Callable[[Any], Any] = lambda x: x * 2  # noqa: E731 - the test needs a lambda
     square: Callable[[Any], Any] = lambda x: (x * x).sum()  # noqa: E731
     assert keeps(tsfunc.vmap(twice))(X).equal(2 * X)
     assert keeps(tsfunc.grad(square))(X).equal(2 * X)

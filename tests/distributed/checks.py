@@ -1,4 +1,4 @@
-"""Checks that run on every rank of a group: one spawn for a file of tests."""
+"""Checks that run on every rank of a group: one spawn serves a file of tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Check = Callable[[int, int], None]
 
 @functools.cache
 def mesh_of(names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of the CPU, made once in a process: each of its groups has threads."""
+    """Return a mesh of the CPU, made once in a process, since each of its groups has threads."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Context manager: ends the process, with the stacks of its threads, if the block hangs."""
+    """Context manager: end the process, with the stacks of its threads, if the block hangs."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield
@@ -36,7 +36,7 @@ def watched(seconds: float) -> Iterator[None]:
 def failures(
     checks: Mapping[str, Check], ranks: int = 2, timeout: float = 300.0
 ) -> dict[str, list[str]]:
-    """Run the checks on as many ranks; return, for each check, the errors of the ranks."""
+    """Run the checks on a number of ranks; return, for each check, the errors of the ranks."""
     by_rank = spawn(run_all, ranks, checks, timeout=timeout)
     if any(any(found.values()) for found in by_rank):
         stop(ranks)
@@ -44,9 +44,9 @@ def failures(
 
 
 def run_all(rank: int, size: int, checks: Mapping[str, Check]) -> dict[str, str]:
-    """Run the checks one after the other; each gives an empty text or its traceback.
+    """Run the checks one after the other; return an empty text or the traceback for each.
 
-    After the first failure of a rank its collectives no longer meet those of the others: it leaves
+    After the first failure of a rank its collectives no longer match those of the others: it leaves
     the group, which ends their waits, and runs no further check.
     """
     found = dict.fromkeys(checks, f"rank {rank}: not run after a failure")

@@ -1,4 +1,4 @@
-"""torch's functional collectives, its collectives that write, and DTensors under transforms.
+"""torch's functional collectives, its in-place collectives, and DTensors under transforms.
 
 References are the loop over examples, finite sums over ranks, torch.func, and plain tensors.
 """
@@ -56,12 +56,12 @@ FUNCTIONAL: dict[str, Callable[[Tensor], Tensor]] = {
         fc.reduce_scatter_tensor_coalesced([2 * x, x], "sum", [0, 0], world())[0]
     ),
 }  # fmt: skip
-# gloo has no mean of its own, broadcast and the coalesced forms have no derivative in every torch.
+# gloo has no mean, and not every torch has derivatives of broadcast and the coalesced forms.
 BY_REVERSE_MODE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def example(rank: int, dim: int) -> Tensor:
-    """Three examples of shape (4, 2), other ones on each rank, along ``dim``."""
+    """Return three examples of shape (4, 2), different ones on each rank, along ``dim``."""
     x = torch.arange(24.0).reshape(3, 4, 2).sin() + rank
     return x.movedim(0, dim)
 
@@ -88,7 +88,7 @@ def register(name: str, f: Callable[[Tensor], Tensor]) -> None:
         close(tsfunc.vmap(lambda x, t: tsfunc.jvp(nonlinear, (x,), (t,))[1])(x, t), loop)
         close(tsfunc.jvp(tsfunc.vmap(nonlinear), (x,), (t,))[1], loop)
 
-    # Where gloo lacks the reduction, the call by itself raises.
+    # gloo lacks this reduction, so the call itself raises.
     if name != "all_reduce of the mean":
         CHECKS[f"{name}: vmap"] = maps_as_the_loop
         CHECKS[f"{name}: jvp"] = pushes_tangents
@@ -113,7 +113,7 @@ for _name, _f in FUNCTIONAL.items():
 
 
 def written(call: Callable[[Tensor, int], Tensor]) -> Check:
-    """The collective that writes gives what it gives outside of transforms."""
+    """The in-place collective agrees with its result outside of transforms."""
 
     def run(rank: int, size: int) -> None:
         def f(x: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def a_sharded_module_is_a_function_of_its_parameters(rank: int, size: int) -> No
             name: p.placements for name, p in state.items()
         }
         close({name: whole(g) for name, g in gradients.items()}, expected)
-    first = {"0.weight": state["0.weight"]}  # the module's own for the rest
+    first = {"0.weight": state["0.weight"]}  # the module's own parameters for the rest
     close(whole(tsfunc.grad(loss(sharded, own))(first)["0.weight"]), expected["0.weight"])
     doubled = {name: 2 * p for name, p in state.items()}
     with_plain = {name: 2 * p for name, p in plain.items()}
@@ -243,7 +243,7 @@ def a_sharded_module_is_a_function_of_its_parameters(rank: int, size: int) -> No
     tsfunc.functional_call(sharded, buffers, (x,))
     net(x)
     close(buffers, dict(net.named_buffers()))
-    sharded(own).square().mean().backward()  # the hooks are back
+    sharded(own).square().mean().backward()  # the hooks are restored
     assert all(p.grad is not None for p in sharded.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Choices and loops in bodies that exchange values: the same as under vmap, and no rank waits."""
+"""Choices and loops in bodies that exchange values agree with vmap, and no rank waits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def loss(x: Tensor, f: Callable[[Tensor], Any]) -> Any:
 def same_as_vmap(body: Callable[[Tensor], Any]) -> Check:
     def run(rank: int, size: int) -> None:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
-        for shift in (-3.0, 0.0, 3.0):  # all ranks one way, and ranks that differ
+        for shift in (-3.0, 0.0, 3.0):  # ranks that choose alike, and ranks that differ
             x = torch.linspace(-1.0, 2.0, 3 * size, dtype=torch.float64) + shift
             want = over_vmap(body, size)(x)
             slope = tsfunc.grad(loss)(x, over_vmap(body, size))

@@ -1,4 +1,4 @@
-"""Ranks that disagree end with an error that has a line for each, and none returns numbers."""
+"""Ranks that disagree raise an error with a line for each rank, and return no numbers."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def refused(body: Body, pattern: str) -> Check:
         else:
             with pytest.raises(RanksDisagree, match=pattern):
                 f(torch.ones(4))
-        assert time.monotonic() - started < 20  # and not the 30 seconds of the group's timeout
-        # The group goes on to serve.
+        assert time.monotonic() - started < 20  # less than the 30 seconds of the group's timeout
+        # The group still works.
         again = shard_map(lambda x: tsfunc.psum(x, "i"), mesh, P("i"), P())
         torch.testing.assert_close(again(torch.arange(2.0)), torch.tensor([1.0]))
 
@@ -114,7 +114,7 @@ def refused(body: Body, pattern: str) -> Check:
 
 
 def other_programs(rank: int, size: int) -> None:
-    """Ranks that run different programs learn it at the first exchange of the program."""
+    """Ranks that run different programs detect it at the first exchange of the program."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     bodies = [lambda x: tsfunc.psum(x.sin(), "i"), lambda x: tsfunc.psum(x.cos(), "i")]
     shapes = [lambda x: x * tsfunc.psum(torch.ones(2), "i"), lambda x: tsfunc.psum(x[:1], "i")]
@@ -145,7 +145,7 @@ def other_values(rank: int, size: int) -> None:
 
 
 def equal_errors(rank: int, size: int) -> None:
-    """An error that all ranks raise is that error."""
+    """An error that all ranks raise is raised unchanged."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
 
     def body(x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def equal_errors(rank: int, size: int) -> None:
 
 
 def waiting_in_a_program(rank: int, size: int) -> None:
-    """A rank that raises ends ranks that wait in a program that was agreed on before."""
+    """A rank that raises ends ranks that wait in a program whose start was agreed on."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     total = tsfunc.specialize(lambda x: tsfunc.psum(x.sin(), "i"))
 
@@ -179,7 +179,7 @@ def waiting_in_a_program(rank: int, size: int) -> None:
 
 
 def waiting_unchecked(rank: int, size: int) -> None:
-    """A program that raises on one rank, and a body without checks, end the others too."""
+    """A program that raises on one rank ends the others, and so does a body without checks."""
     x, good = torch.arange(4.0), torch.zeros(1, dtype=torch.long)
 
     def over(axis: str, check: Any) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def waiting_unchecked(rank: int, size: int) -> None:
             # An index out of range raises when the operator runs.
             return tsfunc.psum(x.index_select(0, at).sum(), axis)
 
-        # The collectives of the first case do not end: each case has a group of its own.
+        # The collectives of the first case do not end: each case has its own group.
         return shard_map(body, {axis: dist.new_group()}, (P(axis), P()), P(), check=check)
 
     for f in (over("j", None), tsfunc.specialize(over("k", "programs"))):
@@ -200,7 +200,7 @@ def waiting_unchecked(rank: int, size: int) -> None:
 
 
 def waiting_for_a_trace(rank: int, size: int) -> None:
-    """A rank that raises while its program is traced ends ranks that have made theirs."""
+    """A rank that raises while it traces its program ends ranks that have theirs."""
 
     def body(x: Tensor) -> Any:
         if rank == 1:
@@ -264,7 +264,7 @@ CHECKS["other values"] = other_values
 CHECKS["a destroyed group"] = a_destroyed_group
 
 
-# Ranks that were left waiting leave their process group unusable: these are the last.
+# Ranks left in a wait make their process group unusable, so these checks are the last.
 CHECKS["waiting without checks"] = waiting_unchecked
 CHECKS["waiting for a trace"] = waiting_for_a_trace
 CHECKS["waiting in a program"] = waiting_in_a_program
@@ -287,6 +287,6 @@ def summed(rank: int, size: int) -> float:
 
 
 def test_spawn_starts_new_processes_after_a_rank_has_left_a_collective() -> None:
-    """The group still has parts of that collective, which the next one would take."""
+    """The group still has parts of that collective, which would disturb the next one."""
     spawn(waiting_in_a_program, 2)
     assert spawn(summed, 2) == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Random graphs of collectives over two axes, with choices and loops: as over a VirtualMesh."""
+"""Random graphs of collectives over two axes, with choices and loops, agree with a VirtualMesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Step = Callable[[Tensor, Tensor], Any]
 
 
 def steps(draw: random.Random, depth: int) -> Step:
-    """A function of two values of one shape that exchanges them over axes drawn."""
+    """Return a random function of two values of one shape that exchanges them over axes."""
     axis = draw.choice(["a", "b", ("a", "b"), ("b", "a")])
     inner = steps(draw, depth - 1) if depth else None
     other = steps(draw, depth - 1) if depth else None

@@ -1,4 +1,4 @@
-"""Programs know values that are equal on all ranks: guarantees of out_specs, local sums."""
+"""Programs prove that values are equal on all ranks: guarantees of out_specs, local sums."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ended_by_a_part(x: Tensor) -> Any:
     return tsfunc.while_loop(lambda c: c < bound, lambda c: c + 1, torch.zeros(()))
 
 
-# Bodies that give one rank another value than the next, by the kind of step that does it.
+# Bodies whose value differs between ranks, by the kind of step that causes it.
 BROKEN: dict[str, Body] = {
     "a part": lambda x: x.sum(),
     "the index of a rank": lambda x: psum(x.sum()) + tsfunc.axis_index("i"),
@@ -72,7 +72,7 @@ BROKEN: dict[str, Body] = {
     "a loop in a vmap": lambda x: tsfunc.vmap(lambda v: steps(psum(v), v) + v)(x),
 }  # fmt: skip
 
-# Bodies that keep the guarantee.
+# Bodies that satisfy the guarantee.
 KEPT: dict[str, Body] = {
     "a gathered value": lambda x: tsfunc.all_gather(x, "i")[0],
     "the largest": lambda x: tsfunc.pmax(x, "i"),
@@ -96,7 +96,7 @@ def tripled(x: Tensor) -> Tensor:
 
 
 tripled.defvjp(lambda x: (psum(x.sin()), x), lambda x, ct: (3 * psum(ct) * x.cos(),))
-# Bodies that programs know too little of to prove or to refuse the guarantee.
+# Bodies for which programs can neither prove nor refuse the guarantee.
 OFFSET = torch.ones(())
 UNKNOWN: dict[str, Body] = {
     "a captured tensor": lambda x: psum(x.sum()) * OFFSET,
@@ -106,7 +106,7 @@ UNKNOWN: dict[str, Body] = {
 
 
 def checks_of_guarantees(program: Any) -> set[str]:
-    """The checks of results that are guaranteed to be equal."""
+    """Results that are guaranteed to be equal are checked."""
     return {
         split_check(str(node.args[4]))[1]
         for node in every_node(program.graph)
@@ -125,7 +125,7 @@ def refused(f: Body) -> Check:
             MeshError, match=r"equal on all ranks along 'i'.* at \S+:\d+, in [a-z<]"
         ):
             mapped("programs")(x)
-        mapped(None)(x)  # without a check, the guarantee is the user's
+        mapped(None)(x)  # without a check, the user is responsible for the guarantee
         assert checks_of_guarantees(mapped("values").lower(x)) == {"values"}
 
     return run
@@ -165,7 +165,7 @@ def check(function: Check) -> Check:
 
 @check
 def guarantees_of_a_body_in_a_loop(rank: int, size: int) -> None:
-    """A loop around shard_map, as that of a training script, is followed too."""
+    """The analysis follows a loop around shard_map, as in a training script."""
     mesh, x = mesh_of(("i",), (size,)), torch.arange(4.0)
 
     def trained(step: Any, over: Any, check: Any = "programs") -> Body:
@@ -193,12 +193,12 @@ def loops_over_equal_values_are_equal(rank: int, size: int) -> None:
     program = tsfunc.specialize(f)
     close(program(torch.ones(3)), f(torch.ones(3)))
     (use,) = program.properties().collectives
-    assert use.times == 2  # those of the loop's steps
+    assert use.times == 2  # the sums of the loop's steps
 
 
 @check
 def pullbacks_of_gathered_values_are_parts(rank: int, size: int) -> None:
-    """In a loop's pullback each rank has its part of the cotangent, and a sum of it is one."""
+    """In a loop's pullback each rank has its part of the cotangent; sums of parts are parts."""
 
     def body(w: Tensor) -> Any:
         weights = torch.arange(1.0, size + 1)

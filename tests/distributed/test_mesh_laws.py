@@ -1,7 +1,7 @@
 """The laws of mesh axes: shard_map over ranks is vmap over a dim, under every transform.
 
-Each collective is run by each form of transforms, outside and inside of the body, over processes
-and over a VirtualMesh, and compared with ``vmap`` over an unflattened tensor.
+Each collective runs under each combination of transforms, outside and inside of the body, over
+processes and over a VirtualMesh, and is compared with ``vmap`` over an unflattened tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tsfunc.testing import check_shard_map
 
 close = torch.testing.assert_close
 CHECKS: dict[str, Check] = {}
-LENGTH = 2  # of a rank's shard, in parts of the number of ranks
+LENGTH = 2  # of a rank's shard: a multiple of the number of ranks
 
 
 def index(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "psum in checkpoint": lambda x: tsfunc.checkpoint(lambda x: x * tsfunc.psum(x.sin(), "i"))(x),
     "psum in custom_vjp": lambda x: x * scaled_psum(x),
 }  # fmt: skip
-NO_TANGENT = {"psum in custom_vjp"}  # which has no rule for forward mode over it
+NO_TANGENT = {"psum in custom_vjp"}  # no forward-mode rule over a VirtualMesh
 
 Body = Callable[[Tensor], Tensor]
 Form = Callable[[Callable[[Body], Body], Body, Tensor], Any]
@@ -105,7 +105,7 @@ def backward(f: Body, x: Tensor) -> Tensor:
     return leaf.grad
 
 
-# How a body is used, given what makes a function of whole tensors of it.
+# Uses of a body, given a function that makes a function of whole tensors of it.
 FORMS: dict[str, Form] = {
     "value": lambda over, f, x: over(f)(x),
     "grad": lambda over, f, x: tsfunc.grad(scalar(over(f)))(x),
@@ -161,12 +161,12 @@ def law(collective: str, form: str) -> Check:
 
 for _collective in COLLECTIVES:
     for _form in FORMS:
-        # Of a rule of the user's that exchanges values, vmap itself can't serve jacrev.
+        # vmap can't map the user's rule, which exchanges values, over the cotangents of jacrev.
         refused = {*FORWARD, "jacrev"} if _collective in NO_TANGENT else set()
         if _form not in refused:
             CHECKS[f"{_collective}: {_form}"] = law(_collective, _form)
 
-# Laws that hold by themselves, beside the matrix.
+# Further laws, outside of the matrix.
 MORE: dict[str, Check] = {}
 
 
@@ -257,7 +257,7 @@ def the_law_for_users_finds_a_difference(rank: int, size: int) -> None:
         check_shard_map(sees_its_process, mesh, P("i"), P("i"), x)
 
 
-# A few of each kind in the quick tests; the whole matrix among the slow ones.
+# Some checks of each kind are quick tests; the whole matrix is slow.
 QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 7 == 0} | MORE
 
 

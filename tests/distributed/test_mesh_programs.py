@@ -1,4 +1,4 @@
-"""Programs over mesh axes: the same on every rank, with axes and not groups, saved and loaded."""
+"""Programs over mesh axes: equal on every rank, with axes instead of groups, saved and loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loss_over(size: int) -> Callable[..., Tensor]:
 
 
 def text_of(rank: int, size: int, others: int) -> str:
-    for _ in range(others * rank):  # groups get other names on ranks that make more of them
+    for _ in range(others * rank):  # a rank that makes more groups names them differently
         dist.new_group([rank], use_local_synchronization=True)
     gradient = tsfunc.specialize(tsfunc.grad(loss_over(size)))
     gradient(*arguments())
@@ -75,7 +75,7 @@ def a_backend_compiles_a_program(rank: int, size: int) -> None:
 
 
 def every_kind(w: Tensor, x: Tensor) -> Tensor:
-    """A loss with each collective, of real, complex, whole and boolean numbers."""
+    """A loss with each collective, of real, complex, integer and boolean numbers."""
     n = tsfunc.axis_size("i")
     moved = tsfunc.ppermute(x, "i", [(k, k + 1) for k in range(n - 1)])
     rows: Tensor = tsfunc.all_gather((x + moved) @ w, "i", tiled=True)
@@ -203,7 +203,7 @@ def a_specialized_function_uses_axes_that_are_bound(rank: int, size: int) -> Non
             specialized(x)
         inside = shard_map(specialized, mesh, P(), P("i"))
         close(inside(torch.ones(3)), torch.cat([torch.ones(3) + k for k in range(size)]))
-    assert len(specialized.programs) == 2  # one for each mesh
+    assert len(specialized.programs) == 2  # one program for each mesh
     with tempfile.TemporaryDirectory() as folder, tsfunc.mesh_axes(mesh):
         specialized(x)
         specialized.save(Path(folder) / "step.ts")
@@ -301,7 +301,7 @@ def test_a_file_of_one_rank_runs_on_all_ranks_of_another_run(tmp_path: Path) -> 
 
 
 def parallel_loss(w: Tensor, x: Tensor) -> Tensor:
-    """The loss of a layer, spread over both axes."""
+    """Return the loss of a layer that is sharded over both axes."""
     hidden = torch.tanh(x @ w)
     total: Tensor = tsfunc.psum(hidden.square().sum(), ("dp", "tp"))
     return total
@@ -321,8 +321,9 @@ def ring_of_blocks(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 8), (16, 64)])
 def test_a_large_mesh_is_simulated(dp: int, tp: int) -> None:
-    """Programs are equal on all ranks, and counts and bytes are those of data parallelism,
-    tensor parallelism and a ring."""
+    """Programs are equal on all ranks, and counts and bytes are those of data parallelism, tensor
+    parallelism and a ring.
+    """
     w, x = torch.randn(8, 2 * tp), torch.randn(3 * dp, 8)
     texts = set()
     for rank in (0, 1, tp, dp * tp // 2 + 1, dp * tp - 1):
@@ -331,7 +332,7 @@ def test_a_large_mesh_is_simulated(dp: int, tp: int) -> None:
             gradient = tsfunc.specialize(tsfunc.grad(loss)).lower(w, x)
             step = [(use.axis, use.collective, use.times, use.bytes)
                     for use in gradient.properties().collectives]  # fmt: skip
-            # A shard's gradient is summed over dp, and put together over tp.
+            # A shard's gradient is summed over dp, and gathered over tp.
             shard = 8 * 2 * 4
             assert step == [("dp", "psum", 1, shard), ("tp", "all_gather", 1, shard)]
             ring = shard_map(ring_of_blocks, mesh, P("dp"), P("dp"))
@@ -357,7 +358,7 @@ def test_all_ranks_of_a_large_mesh_have_one_program() -> None:
 
 
 def draws(rank: int, size: int, state: Tensor) -> Tensor:
-    """Numbers of six examples that are spread over the ranks, from a state of the generator."""
+    """Return draws of six examples, sharded over the ranks, from a state of the generator."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     noisy = tsfunc.vmap(
         lambda x: torch.nn.functional.dropout(x + torch.randn(3)).sum() + torch.rand(()),

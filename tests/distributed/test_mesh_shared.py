@@ -1,6 +1,6 @@
 """Values that all ranks share: arguments with P(), and tensors that the body captures.
 
-Derivatives by them are sums over the ranks, at every order, whichever branch a rank takes.
+Derivatives by them are sums over the ranks, at every order and in every branch.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def by_index(w: Tensor, x: Tensor) -> Any:
     return tsfunc.switch(at, [torch.sin, lambda x: x * w, lambda x: x * w * w], x)
 
 
-# Functions of one rank's shard and a value that all ranks have.
+# Functions of one rank's shard and a shared value.
 BODIES: dict[str, Body] = {
     "pointwise": lambda w, x: (x * w).sin(),
     "sum": lambda w, x: tsfunc.psum((x * w).sin().sum(), "i") * w * x,
     "vmap": lambda w, x: tsfunc.vmap(lambda v: (v * w).sin())(x),
     "inner gradient": inner_gradient,
     "scan": scanned,
-    # Branches and loops without exchanges, which the ranks choose differently.
+    # Branches and loops without exchanges, in which ranks choose differently.
     "a branch without w": lambda w, x: tsfunc.cond(x.sum() > 2, lambda x: x * w, torch.sin, x),
     "a linear branch": lambda w, x: tsfunc.cond(
         x.sum() > 2, lambda x: x * w, lambda x: (x * w).sin(), x
@@ -126,7 +126,7 @@ def check(function: Check) -> Check:
 
 @check
 def derivatives_of_whole_tensors(rank: int, size: int) -> None:
-    """The same by torch.func, of a function of whole tensors."""
+    """Return the derivatives by torch.func, of a function of whole tensors."""
     x, w = torch.arange(2.0 * size).double(), torch.tensor(0.3).double()
     mesh = mesh_of(("i",), (size,))
 
@@ -166,7 +166,7 @@ def captured_modules(rank: int, size: int) -> None:
             close(parameter.grad, want)
 
 
-# Each body in one of the two ways in the quick tests; all among the slow ones.
+# Each body with one of the two kinds of sharing in the quick tests; all others are slow.
 QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 4 in (0, 3)}
 QUICK |= {each.__name__: each for each in (derivatives_of_whole_tensors, captured_modules)}
 
@@ -190,7 +190,7 @@ def test_checks_hold_on_every_rank(ranks: int) -> None:
 
 
 def test_the_function_has_the_name_of_jax_too() -> None:
-    """By keyword, ``shard_map`` takes its function as ``func`` and as ``f``."""
+    """``shard_map`` takes its function by the keywords ``func`` and ``f``."""
     options: dict[str, Any] = {"mesh": VirtualMesh(i=2), "in_specs": P("i"), "out_specs": P("i")}
     x = torch.randn(4)
     expected = shard_map(torch.sort, VirtualMesh(i=2), P("i"), P("i"))(x)

@@ -1,6 +1,6 @@
 """The table of docs/mesh.md: torch's distributed tools under transforms, compared with one process.
 
-Each check is named after the tool and the use of it.
+Each check is named after the tool and its use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case:
     Attributes:
         net: the network.
         x: the inputs of all ranks.
-        own: this rank's part of them.
+        own: the inputs of this rank.
         gradients: the gradients of the mean squared output by the parameters.
     """
 

@@ -21,7 +21,7 @@ SOURCE = re.compile(r"(``|`)?\b(jax|torch|optax|tf)\.\w+|JAX|^Source: |\(\d{4}\)
 
 
 def sections_of(doc: str) -> dict[str, str]:
-    """The text of each section by its title; that outside of all sections by an empty title."""
+    """Return the text of each section by its title; the text before them has an empty title."""
     sections = {"": ""}
     title = ""
     for line in doc.splitlines():
@@ -35,13 +35,13 @@ def sections_of(doc: str) -> dict[str, str]:
 
 
 def entries_of(section: str) -> list[str]:
-    """The names before the colons of a section's entries."""
+    """Return the names before the colons of a section's entries."""
     heads = re.findall(r"^    (\w+(?:, \w+)*):(?=\s)", section, re.M)
     return [name for head in heads for name in head.split(", ")]
 
 
 def lacks(doc: str, parameters: list[str], *, returns: bool, raises: bool) -> list[str]:
-    """Return the parts that the docstring of a function or class with these parameters lacks."""
+    """Return the parts that a docstring lacks, for a function or class with these parameters."""
     sections = sections_of(doc)
     missing = []
     entries = entries_of(sections.get("Args", ""))
@@ -79,13 +79,13 @@ def test_a_function_documents_its_arguments_results_errors_example_and_source(
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_a_class_documents_its_arguments_errors_example_and_source(cls: type) -> None:
-    """A class whose docstring names the function that makes it has attributes in their place."""
+    """It has attributes in place of arguments if it names a function that makes the class."""
     doc = inspect.getdoc(cls)
     assert doc
     own = not re.search(r"\b(made by|result of) :(func|meth):", doc)
     entries = entries_of(sections_of(doc).get("Args", ""))
     parameters = public(inspect.signature(cls).parameters) if own else []
-    if parameters == ["args", "kwargs"]:  # for overloads, which no signature shows
+    if parameters == ["args", "kwargs"]:  # for overloads, which a signature does not show
         parameters = entries
     assert lacks(doc, parameters, returns=False, raises=own) == []
 

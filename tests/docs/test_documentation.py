@@ -1,4 +1,4 @@
-"""The code in the documentation runs: the README's snippets, and each docstring's example."""
+"""The code in the documentation runs: snippets of pages, and each docstring's example."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def snippets_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets_of(page)])
 def test_snippets_run_in_order(page: str) -> None:
-    """A page's snippets run in one namespace, which is that of a module named after the page."""
+    """A page's snippets share one namespace, that of a module named after the page."""
     module = types.ModuleType(page.removesuffix(".md").replace("/", "_"))
     sys.modules[module.__name__] = module
     try:

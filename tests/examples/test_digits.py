@@ -1,4 +1,4 @@
-"""The digits example runs, its step is what it says, and its privacy figure is a true bound."""
+"""The digits example runs, its step is private SGD, and its privacy figure is a true bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder: Path, *options: str) -> dict[str, float]:
-    """Runs the example in a folder; the accuracies and speeds that it prints, by name."""
+    """Run the example in a folder; return the accuracies and speeds that it prints, by name."""
     command = [sys.executable, str(ROOT / "examples" / "digits.py"), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def inputs(count: int = 6) -> tuple[digits.Params, Tensor, Tensor, Tensor]:
 def plain_loop(
     params: digits.Params, images: Tensor, labels: Tensor, present: Tensor
 ) -> digits.Params:
-    """The step without noise, by backward passes of a module and a sum in Python."""
+    """Return the step without noise: backward passes of a module, summed in Python."""
     net = digits.network()
     net.load_state_dict(params)
     total = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -88,7 +88,7 @@ def test_step_is_the_plain_loop(specialized: bool) -> None:
 
 
 def test_gradients_are_clipped() -> None:
-    """The norms of these are above and below the clip norm, so that clipping matters."""
+    """Some gradient norms exceed the clip norm, and others do not."""
     params, images, labels, _ = inputs()
     grads = digits.mapped_gradients()(params, images, labels)
     norms = torch.cat([g.flatten(1) for g in grads.values()], 1).norm(dim=1)
@@ -96,7 +96,7 @@ def test_gradients_are_clipped() -> None:
 
 
 def test_noise_is_fresh_and_of_its_size() -> None:
-    """The same call again draws other noise, of the standard deviation that was asked for."""
+    """Repeated calls draw new noise, of the given standard deviation."""
     args = inputs()
     exact = digits.make_step(digits.mapped_gradients(), 0.0)(*args)
     step = tsfunc.specialize(digits.make_step(digits.mapped_gradients(), 3.0))
@@ -117,16 +117,16 @@ def test_padding_changes_nothing() -> None:
 
 
 def exact_delta(epsilon: float, noise: float, rate: float, steps: int) -> float:
-    """The least delta at an epsilon: the privacy losses' distribution, convolved on a grid.
+    """Return the least delta at an epsilon: the privacy losses' distribution, convolved on a grid.
 
-    For removing an image, which is the worse direction of the two.
+    It is for removing an image, the worse of both directions.
     """
     width, reach = 1e-3, 40.0
     size = round(2 * reach / width)
     x = torch.linspace(-10 * noise, 10 * noise + 1, 200_001, dtype=torch.float64)
     without = torch.exp(-(x**2) / (2 * noise**2)) / (noise * math.sqrt(2 * math.pi))
     likelihood = 1 - rate + rate * torch.exp((2 * x - 1) / (2 * noise**2))
-    places = (likelihood.log() / width).round().long() % size  # losses below 0 stand at the end
+    places = (likelihood.log() / width).round().long() % size  # losses below 0 are at the end
     masses = without * likelihood * (x[1] - x[0])
     density = torch.zeros(size, dtype=torch.float64).index_add(0, places, masses)
     total = torch.fft.irfft(torch.fft.rfft(density) ** steps, n=size)

@@ -1,4 +1,4 @@
-"""The example of an operator of one's own runs, and takes the public API only."""
+"""The example of a user's operator runs, and needs the public API only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a transform of one's own: what it claims, and that the public API is enough."""
+"""The example of a user's transform computes bounds, and needs the public API only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Interval = Callable[[Callable[..., Any]], Callable[..., tuple[torch.Tensor, torc
 
 @pytest.fixture(scope="module")
 def interval() -> Interval:
-    # Run once a process: the key that it defines has a name to itself.
+    # Run it once in a process, since it defines a key.
     found: Interval = runpy.run_path(str(EXAMPLE))["interval"]
     return found
 

@@ -1,4 +1,4 @@
-"""The example runs, and checks itself against torch's batch norm of the whole batch."""
+"""The example runs, and compares itself with torch's batch norm of the whole batch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Model:
     def make(self) -> Any:
         """Return the model in float64, as for inference."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what libraries warn of is their own
+            warnings.simplefilter("ignore")  # warnings of libraries
             return self.build().double().eval()
 
     def inputs(self, batch: int, length: int) -> Tensor:
@@ -46,7 +46,7 @@ class Model:
 
     @property
     def descriptor(self) -> Meta:
-        """The type of all inputs; the bounds are those of position embeddings and of UNets."""
+        """Return the type of all inputs; the bounds come from position embeddings and UNets."""
         dims = {"b": Dim("b", max=63), "s": Dim("s", max=32)}
         return Meta([dims[n] if isinstance(n, str) else n for n in self.shape])
 

@@ -22,12 +22,13 @@ SIZES = ((2, 7), (3, 5), (5, 9))
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries warn of is their own
+        warnings.simplefilter("ignore")  # warnings of libraries
         yield
 
 
 def loss_of(out: Tensor) -> Tensor:
-    # Not the same for all classes or pixels; smooth, so that no example is at a kink.
+    # The weights differ between classes or pixels, and the loss is smooth, so that no example is at
+    # a kink.
     weights = torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)
     return (out.sin() * weights).mean()
 
@@ -61,7 +62,7 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _quick(*names: str) -> list[Any]:
-    """Return parameters for all models; others than these take seconds each, and are slow."""
+    """Return parameters for all models; all but the quick ones take seconds, and are slow."""
     slow = pytest.mark.slow
     return [name if name in names else pytest.param(name, marks=slow) for name in MODELS]
 
@@ -146,7 +147,7 @@ MASKED = {"x": Meta(["b", Dim("s", max=32)]), "mask": Meta(["b", Dim("s", max=32
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEXT)
 def test_masks(name: str, attention: str) -> None:
-    """In a trace transformers reads no values of a mask, so that one program serves all masks."""
+    """A trace of transformers reads no values of a mask, so one program serves all masks."""
     module = TEXT[name](attention).double().eval()
     program = tsfunc.specialize(lambda x, mask: masked(module, x, mask), MASKED)
     with torch.no_grad():
@@ -198,7 +199,7 @@ def test_a_cache_that_grows(name: str, cache: str) -> None:
         out: Tensor = module(tokens, past_key_values=cache, use_cache=True).logits
         return out
 
-    # Without annotations: the type Any would let the program do nothing with the cache.
+    # Without annotations: for the type Any, a program can't read the cache.
     program = tsfunc.specialize(lambda tokens, cache: step(tokens, cache))
     with torch.no_grad():
         ours, plain = filled(), filled()
@@ -264,7 +265,7 @@ CONVOLUTIONS: dict[str, Callable[[Any], Any]] = {
     "SG": lambda nn: nn.SGConv(4, 3, K=2),
     "ARMA": lambda nn: nn.ARMAConv(4, 3),
 }
-# These remove self-loops, so that the number of edges is data.
+# These layers remove self-loops, so the number of edges depends on data.
 DATA_DEPENDENT = {"GCN", "GAT", "GATv2", "Chebyshev", "SG"}
 GRAPH = {"x": Meta(["n", 4]), "edges": Meta([2, "k"])}
 
@@ -285,7 +286,7 @@ def test_graph_convolutions(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_gradients_of_graph_convolutions(name: str) -> None:
-    """One graph for all examples; and one for each, where the sizes are not data."""
+    """One graph is shared by all examples; or each has its own, if sizes do not depend on data."""
     conv = CONVOLUTIONS[name](library("torch_geometric").nn).double().eval()
     loss = Loss(conv, lambda conv, given: conv(*given))
     params = parameters_of(loss)
@@ -332,7 +333,7 @@ POOLS: dict[str, Callable[[Any], Any]] = {
 
 
 def drawn_graphs(count: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the nodes and edges of some graphs, and the number of each node's graph."""
+    """Return the nodes and edges of random graphs, and the number of each node's graph."""
     nodes = [int(n) for n in torch.randint(3, 8, (count,))]
     starts = [sum(nodes[:i]) for i in range(count)]
     edges = [s + torch.randint(0, n, (2, 2 * n)) for s, n in zip(starts, nodes, strict=True)]

@@ -23,7 +23,7 @@ LazyStack: Any = tensordict.LazyStackedTensorDict
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what tensordict warns of is its own
+        warnings.simplefilter("ignore")  # warnings of tensordict
         yield
 
 
@@ -71,7 +71,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def shape_of(value: Any) -> Any:
-    """Return what two results must have in common beside their tensors."""
+    """Return the properties that two results must share beside their tensors."""
     if tensordict.is_tensor_collection(value):
         keys = sorted({*value.keys()} - {"text"})
         entries = {key: shape_of(value.get(key)) for key in keys}
@@ -191,7 +191,7 @@ def test_nested_vmaps() -> None:
 
 
 def test_parameters_of_an_ensemble() -> None:
-    """As ``torch.func.vmap`` with ``TensorDictParams``, and gradients for each of them."""
+    """They agree with ``torch.func.vmap`` of ``TensorDictParams``; each member has gradients."""
     layers = [torch.nn.Linear(2, 3) for _ in range(4)]
     params = tensordict.TensorDictParams(TensorDict.from_modules(*layers, as_module=False))
     module, x = torch.nn.Linear(2, 3), torch.randn(5, 2)

@@ -16,7 +16,7 @@ STEP = 1e-6
 
 
 def of_eig(a: Tensor) -> Tensor:
-    """Return a function of a matrix that does not depend on the phases of its eigenvectors."""
+    """A function of a matrix that does not depend on the phases of its eigenvectors."""
     values, vectors = torch.linalg.eig(a)
     return torch.cat([(vectors * values.unsqueeze(-2)).abs().flatten(), values.real])
 

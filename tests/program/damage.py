@@ -1,4 +1,4 @@
-"""Files made wrong on purpose, so that all but one thing about them is right."""
+"""Damaged files: each is wrong in one respect, and right in all others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 
 def entries_of(data: bytes) -> dict[str, bytes]:
-    """The entries of a file, by name."""
+    """Return the entries of a file, by name."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def file_of(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A file with these entries, their checksums as they should be."""
+    """Return a file with these entries and right checksums."""
     manifest = json.loads(entries["format.json"])
     manifest["entries"] = {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -36,14 +36,14 @@ def file_of(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
 
 
 def rewrite(path: Path, entry: str, change: Callable[[bytes], bytes]) -> None:
-    """Changes an entry of a file, and makes its checksum right."""
+    """Change an entry of a file, and make its checksum right."""
     entries = entries_of(path.read_bytes())
     entries[entry] = change(entries[entry])
     path.write_bytes(file_of(entries))
 
 
 def edited(data: bytes, entry: str, change: Callable[[Any], Any]) -> bytes:
-    """A file with an entry of JSON changed: in place, or to what the change returns."""
+    """Return a file with an entry of JSON changed: in place, or to the result of the change."""
     entries = entries_of(data)
     value = json.loads(entries[entry])
     changed = change(value)
@@ -55,7 +55,7 @@ def edited(data: bytes, entry: str, change: Callable[[Any], Any]) -> bytes:
 
 
 def damaged(data: bytes, rng: random.Random) -> tuple[bytes, bool]:
-    """A damaged file, and whether its checksums are right: then it was made so by a hostile."""
+    """Return a damaged file, and True if its checksums are right, as an attacker's are."""
     kind = rng.choice(_DAMAGES)
     try:
         return kind(data, rng), kind in _HOSTILE
@@ -75,7 +75,7 @@ def _cut(data: bytes, rng: random.Random) -> bytes:
 
 
 def _splice(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes left out, doubled, overwritten with noise, or put elsewhere."""
+    """Leave out, double, overwrite with noise, or move some bytes."""
     start = rng.randrange(len(data))
     part = data[start : start + rng.choice((1, 4, 30, 500))]
     rest = data[:start] + data[start + len(part) :]
@@ -85,7 +85,7 @@ def _splice(data: bytes, rng: random.Random) -> bytes:
 
 
 def _json(data: bytes, rng: random.Random) -> bytes:
-    """A value of one of the documents replaced; the checksums are made right."""
+    """Replace a value of one of the documents; the checksums are made right."""
     entries = entries_of(data)
     name = rng.choice([name for name in entries if name.endswith(".json")])
     document = json.loads(entries[name])
@@ -94,7 +94,7 @@ def _json(data: bytes, rng: random.Random) -> bytes:
     entries[name] = rng.choice((_spelled, _spelled, _oddly))(document, rng)
     try:
         return file_of(entries)
-    except (ValueError, TypeError, AttributeError, RecursionError):  # the manifest was changed
+    except (ValueError, TypeError, AttributeError, RecursionError):  # the manifest has changed
         return _flip(data, rng)
 
 
@@ -121,7 +121,7 @@ _JUNK: tuple[Any, ...] = (
 
 
 def _mutated(document: Any, rng: random.Random) -> Any:
-    """A document with one value changed."""
+    """Return a document with one value changed."""
     places = list(_places(document))
     if not places:
         return rng.choice(_JUNK)
@@ -157,7 +157,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _memory(data: bytes, rng: random.Random) -> bytes:
-    """The safetensors entry damaged, with the checksums made right."""
+    """Damage the safetensors entry, with right checksums."""
     entries = entries_of(data)
     damage = rng.choice((_flip, _cut, _splice))
     entries["tensors.safetensors"] = damage(entries["tensors.safetensors"], rng)
@@ -165,7 +165,7 @@ def _memory(data: bytes, rng: random.Random) -> bytes:
 
 
 def _entries(data: bytes, rng: random.Random) -> bytes:
-    """Entries left out, renamed, exchanged, or compressed."""
+    """Leave out, rename, exchange, or compress entries."""
     entries = entries_of(data)
     one, other = rng.sample(sorted(entries), 2)
     what = rng.randrange(4)
@@ -182,7 +182,7 @@ def _entries(data: bytes, rng: random.Random) -> bytes:
 
 
 def _headers(data: bytes, rng: random.Random) -> bytes:
-    """A number in the zip's own records overwritten: sizes, offsets, flags, lengths of names."""
+    """Overwrite a number in the zip's own records: sizes, offsets, flags, lengths of names."""
     marks = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06")
     places = [m.start() for mark in marks for m in re.finditer(re.escape(mark), data)]
     at = rng.choice(places) + rng.randrange(4, 46)
@@ -192,7 +192,7 @@ def _headers(data: bytes, rng: random.Random) -> bytes:
 
 
 def _loops(data: bytes, rng: random.Random) -> bytes:
-    """Names in a program exchanged, so that nodes refer to later ones, or to themselves."""
+    """Exchange names in a program, so that nodes refer to later ones, or to themselves."""
     entries = entries_of(data)
     name = rng.choice([name for name in entries if re.fullmatch(r"programs/\d+\.json", name)])
     text = entries[name].decode()

@@ -1,4 +1,4 @@
-"""Files of several kinds of functions: what is damaged to see how files are read."""
+"""Files of several kinds of functions, which the tests damage."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Running(nn.Module):
 
 
 def chosen(x: Tensor, how: str, shift: Tensor | None = None) -> Any:
-    """Several descriptors, optional arguments, types of all kinds."""
+    """A function with several descriptors, optional arguments, and types of all kinds."""
     y = x + shift if shift is not None else x
     return (y.sum(0) if how == "sum" else y.to(torch.complex64) * (1 + 2j)), y > 0
 
@@ -82,7 +82,7 @@ def block(x: Tensor) -> Tensor:
 
 
 def again(x: Tensor) -> Any:
-    """Repeated runs: checkpoints of all policies, derivatives of random draws, a shape."""
+    """A function that runs parts again: checkpoints of all policies, random draws, a shape."""
     policies = tsfunc.checkpoint_policies
     both = policies.save_from_both_policies(policies.dots_saveable, policies.nothing_saveable)
     found = [
@@ -117,7 +117,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 class Scaling(torch.autograd.Function):
-    """A function that keeps a tensor of its own, its shape and a number."""
+    """A function that owns a tensor, a shape and a number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: float) -> Any:
@@ -161,7 +161,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 
 
 def ruled(x: Tensor) -> Any:
-    """Functions with rules of their own, derivatives and batches of some; random numbers."""
+    """Functions with custom rules, derivatives and batches of some; random numbers."""
     apply: Any = Scaling.apply
     turned: Any = Turning.apply
     total, at = apply(x, 2.0)
@@ -184,7 +184,7 @@ def solving(a: Tensor, b: Tensor) -> Any:
 
 
 def numbered(x: Tensor, k: int, s: float) -> Any:
-    """Numbers that are inputs: in sizes, in arithmetic, and in what a path depends on."""
+    """A function whose number inputs are in sizes, in arithmetic, and in conditions."""
     if k < 2 or s > 8.0:
         return x
     return x[:k] * s, torch.zeros(2 * k + 1), k // 2, (s + 1) * k, x.repeat(k, 1)
@@ -282,7 +282,7 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 def files(folder: Path) -> Iterator[bytes]:
-    """The file of each."""
+    """Return the file of each function."""
     for name, (make, exact) in MADE.items():
         path = folder / f"made_{name}.tsf"
         make().save(path, exact=exact)

@@ -32,7 +32,7 @@ class Holder:
     """An object whose attributes are watched."""
 
 
-# Each is one object: the key of a guard may tell equal objects of other classes apart.
+# Each is one object: the key of a guard may distinguish equal objects of other classes.
 CONSTANTS: tuple[Any, ...] = (
     None, True, False, 0, 1, 2, 0.0, -0.0, 1.0, float("nan"), float("inf"), 1j, "", "a",
     torch.float32, torch.float64, torch.device("cpu"), Path("a"), Path("b"), len, min,
@@ -155,5 +155,5 @@ def test_json_is_read_back_as_the_same_guard() -> None:
         assert type(back) is type(guard)
         assert list(back.texts(name)) == list(guard.texts(name))
         assert repr(back.facts(name)) == repr(guard.facts(name))
-        if isinstance(value, int | float | str | None):  # the keys of others are their ids
+        if isinstance(value, int | float | str | None):  # the keys of other values are their ids
             assert back.key == guard.key

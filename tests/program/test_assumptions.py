@@ -1,4 +1,4 @@
-"""One first call of functions that need several assumptions: its results, and its traces."""
+"""Functions that need several assumptions: the results of the first call, and its traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tsfunc.types import Dim
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Assumptions]:
-    """The assumptions of each trace."""
+    """Return the assumptions of each trace."""
     seen: list[Assumptions] = []
 
     def counted(request: Any, instances: Any = None) -> Any:
@@ -35,7 +35,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Assumptions]:
 class Part:
     """A part of a function, and the traces that it adds to a first call.
 
-    Each makes its own state, so that the function and its specialized form can't share it.
+    Each part makes its own state, so that the function and its specialized form can't share it.
     """
 
     def __init__(self, traces: int, make: Callable[[], Callable[[Tensor, Tensor, int], Any]]):
@@ -118,7 +118,7 @@ def test_each_assumption_costs_one_trace(_: int, traces: list[Assumptions]) -> N
         x = torch.randn(size, 2)
         torch.testing.assert_close(s(x, W, 3), f(x, W, 3))
         allowed = 1 + sum(PARTS[name].traces for name in names)
-        allowed += first  # a size of 0 or 1 is fixed in one more, which is compared
+        allowed += first  # another trace fixes a size of 0 or 1, and is compared
         assert 1 <= len(traces) <= allowed, traces
         if first and "backward" in names:
             assert all(each.records_autograd for each in traces)  # remembered
@@ -135,13 +135,13 @@ def test_a_remembered_assumption_that_does_not_hold_is_dropped(traces: list[Assu
     assert [each.records_autograd for each in traces] == [False, True]
     torch.testing.assert_close(s(x, False), f(x, False))
     assert [each.records_autograd for each in traces] == [False, True, True, False]
-    assert "linear" in str(s.program)  # without autograd's own operators
+    assert "linear" in str(s.program)  # without autograd's operators
     torch.testing.assert_close(s(x[1:], True), f(x[1:], True))
     assert [each.records_autograd for each in traces[4:]] == [False, True]
 
 
 def test_the_steps_of_assumptions_end() -> None:
-    """Draw the next assumptions at random among those that may follow; they come to an end."""
+    """Random sequences of assumptions, each following from the last one, come to an end."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """Each backend computes what the function computes: loops, their derivatives, aliases, and writes.
 
-Carries are drawn so that they are hard to keep in memory: expanded, transposed, views of inputs,
-one tensor twice, inputs that are results too.
+Carries are random in ways that make their memory hard to manage: expanded, transposed, views of
+inputs, one tensor twice, inputs that are also results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tsfunc import (
 )
 from tsfunc.errors import ExportError
 
-# torch warns of its own compilers' doings.
+# Warnings of torch's own compilers.
 pytestmark = pytest.mark.filterwarnings("ignore")
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc")
 W = torch.tensor([0.7, -0.4, 1.1])
@@ -44,15 +44,15 @@ W = torch.tensor([0.7, -0.4, 1.1])
 
 @dataclass(frozen=True)
 class Case:
-    """A function, what draws its arguments, and the named dims among these."""
+    """A function, a function that draws its arguments, and the named dims among these."""
 
     func: Callable[..., Any]
     shapes: Sequence[Sequence[int]]
     dims: Mapping[str, Sequence[Any]] | None = None
-    quick: bool = False  # whether Inductor compiles it in the quick part, too
+    quick: bool = False  # True if Inductor compiles it in the quick part, too
 
     def args(self, longer: int = 0) -> list[Tensor]:
-        """Arguments; those of named dims may be drawn longer."""
+        """Return arguments; those of named dims may be longer."""
         named = list((self.dims or {}).values())
         shapes = [
             [n + longer * isinstance(dim, str) for n, dim in zip(shape, dims, strict=True)]
@@ -85,7 +85,7 @@ def kalman(a: Tensor, ys: Tensor) -> Any:
 
 
 def solved(a: Tensor, b: Tensor) -> Tensor:
-    """The solution for a matrix that is far from singular."""
+    """Return the solution for a matrix that is far from singular."""
     solution: Tensor = torch.linalg.solve(torch.eye(2) * 3 + a.sin(), b)
     return solution
 
@@ -102,7 +102,7 @@ def mse(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def adapted(p: Tensor, xs: Tensor, ys: Tensor) -> Any:
-    """The mean loss over tasks, each after steps of gradient descent of its own."""
+    """Return the mean loss over tasks, each after some steps of gradient descent."""
 
     def of_task(x: Tensor, y: Tensor) -> Tensor:
         last, _ = scan(lambda c, _: (c - 0.1 * grad(mse)(c, x, y), None), p, None, length=2)
@@ -128,7 +128,7 @@ def counted(x: Tensor, steps: Tensor) -> Any:
 
 
 def fixed_point(x: Tensor) -> Any:
-    """A root that a loop finds up to a tolerance."""
+    """Return a root that a loop finds up to a tolerance."""
 
     def solver(f: Any, z: Tensor) -> Any:
         return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
@@ -137,7 +137,7 @@ def fixed_point(x: Tensor) -> Any:
 
 
 def linear_solution(x: Tensor, y: Tensor) -> Any:
-    """The solution of a diagonally dominant system, by steps of a fixed number."""
+    """Return the solution of a diagonally dominant system, by a fixed number of steps."""
 
     def solver(f: Any, b: Tensor) -> Any:
         return fori_loop(0, 60, lambda i, z: z - (f(z) - b) / 3, torch.zeros_like(b))
@@ -282,7 +282,7 @@ BACKENDS = ("python", "aot_eager", "inductor")
 
 
 def _each(cases: Mapping[str, Case]) -> list[Any]:
-    """Every case by every backend; what takes Inductor long is slow."""
+    """Yield every case with every backend; those that Inductor compiles slowly are slow."""
     return [
         pytest.param(
             case, backend, id=f"{name}-{backend}",
@@ -321,7 +321,7 @@ def test_aliases_and_writes(case: Case, backend: str) -> None:
 
 
 def _aliases(results: Sequence[Tensor], args: Sequence[Tensor]) -> list[list[bool]]:
-    """Which results have the memory of which arguments."""
+    """Return which results share the memory of which arguments."""
     return [[_memory(out) == _memory(x) for x in args] for out in results]
 
 
@@ -331,7 +331,7 @@ def _memory(x: Tensor) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_arguments_that_share_memory(backend: str) -> None:
-    """Apart from each other first, then halves of one tensor, then one tensor twice."""
+    """The arguments are separate first, then halves of one tensor, then one tensor twice."""
     f = specialize(write_and_return, backend=backend)
     cuts: list[Callable[[Tensor, Tensor], Any]] = [
         lambda x, y: (x[:2], y[:2]),
@@ -373,7 +373,7 @@ def test_captured_arguments_that_share_memory(flow: str, backend: str) -> None:
     "backend", ["aot_eager", pytest.param("inductor", marks=[needs_gcc, pytest.mark.slow])]
 )
 def test_a_failed_check_in_a_body_is_an_error(backend: str) -> None:
-    """A matrix without an inverse is one, as it is without a backend."""
+    """A matrix without an inverse raises, as it does without a backend."""
     f = specialize(
         lambda xs: scan(lambda c, x: (torch.linalg.inv(x) @ c, c), torch.eye(2), xs),
         backend=backend,
@@ -443,7 +443,7 @@ SECOND: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives_of_loops(name: str) -> None:
-    """torch's own are wrong."""
+    """torch's own second derivatives are wrong."""
     f = SECOND[name]
     x, w = torch.rand(3), torch.rand(3) + 1
     torch.testing.assert_close(specialize(f)(x, w), f(x, w))
@@ -473,7 +473,7 @@ SECOND_OF_SOLUTIONS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", SECOND_OF_SOLUTIONS)
 @pytest.mark.parametrize("solution", ["root", "linear"])
 def test_second_derivatives_of_solutions(solution: str, name: str) -> None:
-    """Compared with the derivatives through the steps of the solver, which are torch's own."""
+    """The reference differentiates through the steps of the solver, by torch's own derivatives."""
     x, y = torch.rand(2, 3, dtype=torch.float64)
     if solution == "root":
 
@@ -511,7 +511,7 @@ scaled_sine.defvjp(lambda x: (scaled_sine(x), x), lambda x, ct: (ct * (x.sin() +
 
 
 def test_a_custom_rule_in_nested_bodies() -> None:
-    """The call may draw random numbers, for all that is known before it is traced for torch."""
+    """Before its trace for torch, the call has to be assumed to draw random numbers."""
 
     def f(x: Tensor) -> Any:
         def loop(x: Tensor) -> Any:
@@ -525,7 +525,7 @@ def test_a_custom_rule_in_nested_bodies() -> None:
 
 
 def _two_carries(x: Tensor, first: Tensor, w: Tensor) -> Any:
-    """A carry that does not require grad at first, and depends on one that does."""
+    """The carries: one that does not require grad at first, and depends on another that does."""
     _, count, out = while_loop(
         lambda c, i, d: (c.sum() < 9) & (i < 5),
         lambda c, i, d: (c * 1.5, i + 1, d * 0.5 + c.cos() * w * d),
@@ -534,7 +534,7 @@ def _two_carries(x: Tensor, first: Tensor, w: Tensor) -> Any:
     return (out * count).sin()
 
 
-# The loop's other values are captured, so that only some carries require grad.
+# The loop captures its other values, so that only some carries require grad.
 TANGENTS: dict[str, Callable[..., Any]] = {
     "jvp": lambda x, d, w: jvp(lambda x: _two_carries(x, d, w), (x,), (w,)),
     "jvp by a captured value": lambda x, d, w: jvp(lambda w: _two_carries(x, d, w), (w,), (x,)),

@@ -1,4 +1,4 @@
-"""Backends: a compiled program is its program, wherever it is called."""
+"""Backends: a compiled program agrees with its program, in every context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc import Dim, cond, grad, jacrev, jvp, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 
 WEIGHT = torch.nn.Parameter(torch.randn(4, 2))
-# What AOTAutograd and Inductor warn of is theirs.
+# AOTAutograd and Inductor warn about their own code.
 pytestmark = pytest.mark.filterwarnings("ignore")
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc")
 
@@ -37,7 +37,7 @@ def layer(x: Tensor) -> tuple[Tensor, int, None]:
 
 
 class Recording:
-    """A backend that runs the graph as it is, and knows what it was given."""
+    """A backend that runs the graph unchanged, and records its inputs."""
 
     def __init__(self) -> None:
         self.examples: list[Sequence[Tensor]] = []
@@ -119,7 +119,7 @@ class TestCallables:
         "func", [torch.sin, lambda x: tsfunc.map(lambda y: y / 2, x)], ids=["operator", "loop"]
     )
     def test_a_first_call_inside_a_transform_compiles_nothing(self, func: Any) -> None:
-        """The backend gets no values of transforms; the first plain call compiles."""
+        """The backend gets no tracers; the first plain call compiles."""
         backend = Recording()
         f = specialize(func, backend=backend)
         xs = torch.randn(3, 4)
@@ -204,7 +204,7 @@ class TestNames:
     @pytest.mark.slow
     @pytest.mark.parametrize("descriptors", [None, {"x": Meta(["n", 4])}])
     def test_inductor_takes_its_code_from_disk(self, descriptors: Any) -> None:
-        """A second program of the same graph is found by the graph, as in a later process."""
+        """The graph of the second program finds the code, as in a later process."""
         from torch._dynamo.utils import counters
 
         x = torch.randn(5, 4)
@@ -297,7 +297,7 @@ SECOND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
 def test_second_derivatives_of_a_compiled_program(
     name: str, func: Callable[[Tensor], Tensor]
 ) -> None:
-    """The product of the Hessian and the gradient, by each way to a second derivative."""
+    """The product of the Hessian and the gradient, by each kind of second derivative."""
     x = torch.rand(3)
     (first,) = torch.autograd.grad(func(y := x.clone().requires_grad_()).sum(), y)
     expected = plain_hessian(func, x) @ first
@@ -406,7 +406,7 @@ def test_a_program_that_writes_outside_refuses_mapped_cotangents() -> None:
 
 
 def test_rows_of_a_jacobian_through_writes_into_a_product() -> None:
-    """The memory of a product is its own, so that its writes do not reach the input."""
+    """A product has its own memory, so its writes do not reach the input."""
 
     def f(x: Tensor) -> Tensor:
         first, second = torch.ops.aten.unsafe_split(x @ x.mT, 2)

@@ -1,4 +1,4 @@
-"""The cache of a specialized function: what it says of itself, what it drops, what it widens."""
+"""The cache of a specialized function: its reports, its evictions, and its dynamic sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc.errors import DescriptorViolation, RetraceWarning
 
 
 def counted(func: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """The function, and a list that has an entry for each time that Python ran it."""
+    """Return the function, and a list with an entry for each time that Python ran it."""
     calls: list[int] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ def counted(func: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 
 
 def reasons(specialized: Any) -> list[str]:
-    """Why each program was made, in order."""
+    """Return the reason of each program, in order."""
     return [entry.reason for entry in reversed(specialized.cache_info().entries)]
 
 
@@ -142,13 +142,13 @@ class TestLimit:
         for k in (1, 2, 1):
             f(x, k)
         with pytest.warns(RetraceWarning):
-            f(x, 3)  # 2 goes
+            f(x, 3)  # the program for 2 is evicted
         assert len(calls) == 3
         f(x, 1)
         assert len(calls) == 3
         f(x, 2)
         assert len(calls) == 4 and f.cache_info().programs == 2
-        assert f.cache_info().hits == 2  # those of programs that went are counted
+        assert f.cache_info().hits == 2  # the calls of evicted programs are counted
 
     @pytest.mark.filterwarnings("ignore:specialize.* varies")
     @given(calls=st.lists(st.integers(0, 5), max_size=20), limit=st.integers(1, 4))
@@ -202,7 +202,7 @@ class TestWidening:
             x = torch.randn(n, 3)
             torch.testing.assert_close(g(x), f(x))
         assert g.cache_info().programs == 4
-        assert len(calls) <= 10  # a trace that finds out, and one that is bounded
+        assert len(calls) <= 10  # a trace that discovers it, and one that is bounded
         shapes = {str(p.descriptors["args"][0].shape[0]) for p in g.programs}
         assert {"2<=n<=9", "n>=10"} <= shapes
 
@@ -227,7 +227,7 @@ class TestWidening:
         for n in range(2, 9):
             f({"x": torch.ones(n, 3), "y": torch.ones(n)})
         assert f.cache_info().programs == 3
-        with pytest.raises(RuntimeError):  # as in eager: they are not equal here
+        with pytest.raises(RuntimeError):  # as in eager mode: they are not equal here
             f({"x": torch.ones(12, 3), "y": torch.ones(11)})
 
     def test_sizes_that_vary_separately_have_a_dim_each(self) -> None:
@@ -243,7 +243,7 @@ class TestWidening:
         assert [str(x.shape[0]) for x in f.descriptors["args"]] == ["n>=2", "n2>=2"]
 
     def test_equal_sizes_among_those_that_vary_separately(self) -> None:
-        """Tokens, masks and labels of sequences: two sizes in five places."""
+        """Sequences of tokens, masks and labels: two sizes in five places."""
         run, calls = counted(lambda x, y: (x["ids"] * x["mask"]).sum(1) * y + x["ids"].shape[1])
         f = specialize(run)
         for n, t in ((4, 6), (2, 3), (3, 5), (8, 8), (2, 20)):
@@ -417,7 +417,7 @@ class TestThreads:
         self.run(8, lambda i: torch.testing.assert_close(f(x), x.sin()))
         assert len(calls) == 1 and f.cache_info()[:3] == (7, 1, 1)
 
-    # Sizes and numbers vary together, and which calls come first differs from run to run.
+    # Sizes and numbers vary together, and the order of calls differs from run to run.
     @pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")
     def test_calls_of_many_kinds(self) -> None:
         f = specialize(lambda x, k: (x * k).sum(), max_specializations=3)

@@ -32,7 +32,7 @@ class TestOfSizes:
             s(torch.ones(5, 4))
         with pytest.raises(AssertionError, match="odd"):
             s(torch.ones(3, 3))
-        # A stand-in for sizes of 0 and 1 is refused, and these are not.
+        # A placeholder for sizes of 0 and 1 is refused, and these sizes are not.
         for shape in ((1, 4), (0, 2)):
             assert s(torch.ones(shape)).equal(torch.full(shape, 2.0))
 
@@ -111,7 +111,7 @@ class TestOfData:
         assert s.cache_info().misses == 1
 
     def test_nothing_is_written_twice(self) -> None:
-        """Writes of a call stay: the function is not called again."""
+        """A call's writes stay: the function is not called again."""
 
         def f(x: Tensor) -> Tensor:
             x.add_(1)
@@ -217,7 +217,7 @@ class TestOfData:
             s(-torch.ones(3))
 
     def test_distributions(self) -> None:
-        """torch looks at their parameters."""
+        """torch checks the parameters of distributions."""
 
         def f(x: Tensor, scale: Tensor) -> Any:
             return torch.distributions.Normal(x, scale, validate_args=True).log_prob(x + 1)

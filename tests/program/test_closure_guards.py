@@ -1,4 +1,4 @@
-"""The guards on what a function reads: each kind accepts the value that was read, and no other."""
+"""The guards on values that a function reads: each accepts that value, and no other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FIRST, SECOND = Source.of_argument(0, "x"), Source.of_argument(1, "y")
 HOLDER, OTHER = Holder(), Holder()
 TENSOR, MORE = torch.ones(2), torch.ones(3)
 TINY = torch.ones(2, dtype=torch.float64)
-# Guards on arguments, the arguments that they accept, and arguments that they refuse.
+# Guards on arguments, with arguments that they accept, and arguments that they refuse.
 CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((SameObject(FIRST, HOLDER),), [[HOLDER]], [[OTHER], [None]]),
     ((EqualValue(FIRST, 1),), [[1]], [[True], [1.0], [2], ["1"]]),
@@ -126,7 +126,7 @@ class _Float(float):
     ids=["signs", "nans", "floats", "a subclass", "types"],
 )
 def test_numbers_that_compare_equal_have_programs_of_their_own(values: tuple[Any, ...]) -> None:
-    """As arguments and as what the function closes over: equality does not tell them apart."""
+    """This holds for arguments and for closed-over values: equality does not distinguish them."""
     holder = Holder()
 
     def closes(x: torch.Tensor) -> Any:
@@ -160,7 +160,7 @@ def test_values_that_are_gone() -> None:
 
 
 def guards_of(value: Any, source: Source) -> Iterator[Guard]:
-    """Guard a nested value as a trace does, with some facts said twice."""
+    """Guard a nested value like a trace, with some facts stated twice."""
     yield TypeOf(source, type(value))
     yield TypeOf(source, type(value))
     if isinstance(value, Holder):

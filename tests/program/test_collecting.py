@@ -1,4 +1,4 @@
-"""The garbage collector is as it was when a trace has ended."""
+"""A trace restores the garbage collector."""
 
 from __future__ import annotations
 

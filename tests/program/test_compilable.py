@@ -1,4 +1,4 @@
-"""Operators that torch's compilers can't take, or compute with less precision, in programs."""
+"""Operators that torch's compilers refuse, or compute with less precision, in programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Training:
-    """A linear model in float64 with a fused optimizer, and all that a step changes."""
+    """A linear model in float64 with a fused optimizer, and everything that a step changes."""
 
     def __init__(self, cls: Any, options: dict[str, Any], scaled: bool) -> None:
         torch.manual_seed(0)

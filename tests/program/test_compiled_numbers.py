@@ -175,7 +175,7 @@ def test_a_number_that_inductor_cannot_take() -> None:
             torch.testing.assert_close(got, F.leaky_relu(x, 0.1 * (i + 1)) * (0.3 * (i + 1)))
     misses = compiled.cache_info().misses
     compiled(x, 0.4, 7.0), compiled(x, 0.4, 8.0), compiled(x, 0.4, 9.0)
-    assert compiled.cache_info().misses <= misses + 2  # r is an input all the same
+    assert compiled.cache_info().misses <= misses + 2  # r is an input, too
 
 
 def test_constants_of_the_function_do_not_keep_numbers_from_being_inputs() -> None:

@@ -1,4 +1,4 @@
-"""A trace reads tensors that a function computes of plain numbers alone, as the function does."""
+"""A trace reads tensors that a function computes from plain numbers alone, as eager code does."""
 
 from __future__ import annotations
 

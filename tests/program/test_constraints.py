@@ -1,4 +1,4 @@
-"""Facts about named dims follow from the descriptors, or the error offers some."""
+"""Conditions on named dims follow from the descriptors, or the error offers some that do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {"MetaTensorType": Meta, "Dim": Dim, "torch": torch, "List": list, "Unio
 
 
 def refused(f: Callable[..., Any], described: Any, *args: Any) -> tuple[str, Any]:
-    """The message of a constraint violation, and the descriptors that it offers."""
+    """Return the message of a constraint violation, and the descriptors that it offers."""
     with pytest.raises(ConstraintViolation) as caught:
         specialize(f, described)(*args)
     text = str(caught.value)
@@ -289,7 +289,7 @@ PROMISES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_an_equal_dim_guarantees_the_facts_of_a_dim(name: str) -> None:
-    """The function relies on it, and that it does is in no fact: it was guaranteed."""
+    """The function relies on the equality, which no recorded fact mentions: it was guaranteed."""
     a, b, guaranteed, sizes, mended = PROMISES[name]
 
     def f(x: Tensor, y: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ TEXTS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_of_traced_values_are_not_returned(name: str) -> None:
-    """They have a symbol's name in them, which is right for no call."""
+    """They contain a symbol's name, which is wrong for every call."""
     with pytest.raises(DataDependentError):
         specialize(TEXTS[name], {"x": Meta(["n"])})(torch.ones(3))
 
@@ -388,7 +388,7 @@ def test_solutions_that_depend_on_which_size_is_larger(
     }
     a, b = r(shape), r(*shape[:-1], 4)
     if driver in ("gelsd", "gelss") and shape[-2] > shape[-1]:
-        with pytest.raises(DataDependentError):  # whether there are residuals
+        with pytest.raises(DataDependentError):  # True if there are residuals
             specialize(f, described)(a, b)
         return
     if driver not in (None, "gelsy"):
@@ -403,7 +403,7 @@ def test_solutions_that_depend_on_which_size_is_larger(
 
 
 def test_the_sizes_of_a_grid() -> None:
-    """Python's ``min`` of them asked which is the smallest."""
+    """Python's ``min`` compared the sizes."""
 
     def f(theta: Tensor, x: Tensor) -> Tensor:
         return F.grid_sample(x, F.affine_grid(theta, list(x.shape), False), align_corners=False)
@@ -418,15 +418,15 @@ def test_the_sizes_of_a_grid() -> None:
 
 
 def test_sizes_that_an_operator_takes_only_from_some_on_are_no_need() -> None:
-    """It refuses the others when the program runs, as it does in the function."""
+    """The operator refuses the other sizes when the program runs, as it does in the function."""
     f = specialize(lambda x: F.max_pool2d(x, 3), {"x": Meta(["c", "h", "w"])})
     assert f(torch.ones(2, 9, 10)).shape == (2, 3, 3)
     with pytest.raises(RuntimeError, match="too small"):
         f(torch.ones(2, 2, 10))
 
 
-# What the function asks of sizes a, b and c of its tensors, a call, what the dims become, other
-# sizes that keep it, and some that do not.
+# The condition on sizes a, b and c, a call, the dims that the error offers, other sizes that
+# satisfy it, and sizes that do not.
 ORDERS: dict[str, tuple[Any, tuple[int, ...], list[Any], list[Any], tuple[int, ...]]] = {
     "not below": (
         lambda a, b: a >= b, (7, 4), ["b + extra", "b"], [(9, 4), (5, 4), (4, 4)], (4, 5),
@@ -478,7 +478,7 @@ def test_a_size_that_is_no_smaller_than_another_is_that_and_some_more(name: str)
 
 
 def test_a_function_of_torch_that_compares_two_sizes() -> None:
-    """It turns the matrix round where it is wide."""
+    """The function transposes a wide matrix."""
 
     def f(x: Tensor) -> Tensor:
         found: Tensor = torch.svd_lowrank(x, 3)[1]
@@ -508,7 +508,7 @@ def test_undescribed_properties_are_open() -> None:
 
 
 def test_open_dims_get_the_users_names() -> None:
-    """A dim that first had an internal name in an offer is open too."""
+    """A dim that first had an internal name in an offer is open, too."""
 
     def f(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         return x.new_zeros(max(t.shape[0] for t in (x, y, z)))
@@ -564,7 +564,7 @@ def test_implied_facts_are_not_violations(dim: Dim, ask: Any) -> None:
 
 def test_the_line_is_the_users_innermost() -> None:
     def inner(n: int) -> bool:
-        return True if n > 4 else False  # noqa: SIM210 - a SymBool is asked where it is used
+        return True if n > 4 else False  # noqa: SIM210 - a SymBool is evaluated where it is used
 
     def f(x: Tensor) -> Tensor:
         return x if inner(x.shape[0]) else -x
@@ -635,7 +635,7 @@ def test_descriptors_for_several_facts_hold_when_pasted(
     shapes: list[tuple[int, ...]],
     others: list[list[tuple[int, ...]]],
 ) -> None:
-    """Also where a dim that others are said in terms of is said in terms of another one itself."""
+    """This holds if a dim that others are expressed in is itself expressed in another one, too."""
     _, offered = refused(f, described, *map(r, shapes))
     g = specialize(f, offered)
     for each in (shapes, *others):

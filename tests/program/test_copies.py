@@ -1,4 +1,4 @@
-"""Copies of programs: of the function with its state, of the program, and by the file form."""
+"""Copies of programs: of the function with its state, of the program, and by the file format."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_number_that_an_expression_is_not_below(text: str, expected: int | Non
 
 
 def test_a_small_size_beside_a_factor() -> None:
-    """``b * (t - 1) != b`` is about ``t`` alone: a step of a loop has all of the elements."""
+    """``b * (t - 1) != b`` is a condition on ``t`` alone: a loop's step has all elements."""
 
     def f(x: Tensor) -> Tensor:
         columns = x[:, 1:].transpose(0, 1)

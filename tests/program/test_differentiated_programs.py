@@ -1,4 +1,4 @@
-"""Derivatives of programs that contain derivatives themselves."""
+"""Derivatives of programs that contain derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def matrix(x: Tensor) -> Tensor:
     return 2 * torch.eye(3, dtype=x.dtype) + torch.outer(x, x.cos()) + torch.outer(x.sin(), x)
 
 
-# The backward formulas of the first three solve with factors that the operator saved.
+# The backward formulas of the first three functions solve with factors that the operator saved.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "det": lambda x: torch.linalg.det(matrix(x)),
     "slogdet": lambda x: torch.linalg.slogdet(matrix(x))[1],

@@ -1,4 +1,4 @@
-"""Named dims as numbers of a function: what is computed of them, returned, and asked."""
+"""Named dims as numbers of a function: computed with, returned, and compared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_arithmetic_is_a_part_of_the_program(name: str) -> None:
     for n in SIZES:
         got, want = f(torch.ones(n))[0], NUMBERS[name](n)
         assert got == want and type(got) is type(want)
-    assert f.cache_info().programs <= 2  # 1 may have its own
+    assert f.cache_info().programs <= 2  # 1 may have a program of its own
     f.program.verify()
 
 
@@ -55,7 +55,7 @@ def test_a_number_reaches_tensors() -> None:
 
 
 def of_sizes(function: Any) -> Any:
-    """Return a function of tensors, without the annotations that leave out numbers alone."""
+    """Return a function of tensors, without annotations that exclude plain numbers."""
     return function
 
 
@@ -77,7 +77,7 @@ OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("mapped", [False, True], ids=["plain", "in vmap"])
 @pytest.mark.parametrize("name", OF_NUMBERS)
 def test_functions_of_tensors_take_numbers_alone(name: str, mapped: bool) -> None:
-    """torch makes tensors of the numbers; those of symbolic numbers have arbitrary values."""
+    """torch makes tensors of the numbers; tensors of symbolic numbers have arbitrary values."""
 
     def f(x: Tensor) -> Any:
         made = OF_NUMBERS[name](x.shape[0], x.shape[1])
@@ -112,7 +112,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class TestNumbersInTensors:
-    """Elements of tensors that are computed from sizes alone are numbers of the program."""
+    """Elements of tensors that follow from sizes alone are numbers of the program."""
 
     @pytest.mark.parametrize("sizes", ["open", "fixed"])
     @pytest.mark.parametrize("name", READS)
@@ -152,7 +152,7 @@ def test_new_tensor() -> None:
         return x.new_tensor([1.0, 2.0]) + x, x.new_tensor(x.sum(), dtype=torch.float64), x * 2
 
     x = torch.ones(2)
-    with pytest.warns(UserWarning, match="copy construct"):  # torch's own
+    with pytest.warns(UserWarning, match="copy construct"):  # torch's own warning
         want = f(x)
     torch.testing.assert_close(specialize(f)(x), want)
     assert specialize(lambda x: x.new_tensor([2]))(x).dtype == torch.float32

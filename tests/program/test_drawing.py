@@ -1,4 +1,4 @@
-"""A program's picture: well formed SVG that shows each value once, and nothing on another."""
+"""A program's picture: well-formed SVG that shows each value once, without overlaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.ones(3, 4)
 
 
 def boxes(picture: str) -> list[tuple[float, float, float, float]]:
-    """Left, top, right and bottom of each box."""
+    """Return left, top, right and bottom of each box."""
     found = []
     for box in ET.fromstring(picture).iter(f"{SVG}rect"):
         x, y, width, height = (float(box.attrib[k]) for k in ("x", "y", "width", "height"))

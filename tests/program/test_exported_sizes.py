@@ -1,4 +1,4 @@
-"""An exported program is for all sizes that the descriptors allow, whatever torch asks of them."""
+"""An exported program is valid for all sizes that its descriptors allow, whatever torch guards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 def _served(f: Function, descriptors: Any, first: Any, others: Any, way: str = "module") -> None:
-    """Checks the exported program of a call at other sizes."""
+    """Check the exported program of a call at other sizes."""
     g = specialize(f, descriptors)
     g(*first)
     module = WAYS[way](g.to_exported_program()).module()
@@ -48,7 +48,7 @@ QUESTIONS: dict[str, Function] = {
 @pytest.mark.parametrize("n", [3, 6])
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_size_may_equal_another_one_by_chance(name: str, n: int) -> None:
-    """Questions that torch can do without restrict nothing: NOTE [guards of torch.export]."""
+    """Guards that torch does not need restrict nothing: NOTE [guards of torch.export]."""
     sizes = (2, 3, 4, 5, 9)
     others = [(torch.randn(size, 32),) for size in sizes]
     _served(QUESTIONS[name], {"x": Meta(["n", 32])}, (torch.randn(n, 32),), others)
@@ -87,7 +87,7 @@ def test_the_least_multiple() -> None:
     _served(lambda x: x.view(-1, 2).sum(1), g, (torch.randn(8),), others)
 
 
-# --- recurrent layers, of which torch writes each step down
+# --- recurrent layers, which torch unrolls
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -135,7 +135,7 @@ def test_a_recurrent_layer_in_a_branch() -> None:
     _served(f, {"x": Meta([Dim("t", max=99), 2, 3])}, first, [*others, (-others[0][0].abs(),)])
 
 
-# torch's derivative of a scan loads its compiler, some of which it has deprecated itself.
+# torch's derivative of a scan loads its compiler, which uses deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.slow
 def test_derivatives_of_recurrent_layers() -> None:

@@ -1,4 +1,4 @@
-"""Programs handed over to torch.export: its own tools work on them, for every size."""
+"""Programs exported to torch.export: its own tools accept them, for every size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAYS: dict[str, Callable[[Exported], Exported]] = {
 }
 
 
-# torch's own passes use a class of torch's that is deprecated.
+# torch's own passes use a deprecated class of torch.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_torchs_tools(way: str) -> None:
@@ -74,7 +74,7 @@ def test_multiples_are_multiples_there() -> None:
 
 
 def test_sizes_for_which_torch_has_no_program_are_left_out() -> None:
-    """It wants the 2 that a kernel of 3 takes away said of the dim."""
+    """torch.export would require the dim without the 2 that a kernel of 3 removes."""
     net = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.BatchNorm1d(4)).eval()
     g = specialize(net, {"input": Meta(["b", 3, "n"])})
     g(torch.ones(2, 3, 8))
@@ -111,7 +111,7 @@ def test_control_flow() -> None:
 
 
 class Block(torch.nn.Module):
-    """State of every kind, some of it unused, some tied, some replaced by each call."""
+    """A module with all kinds of state: some unused, some tied, some replaced in each call."""
 
     seen: Tensor
     step: Tensor
@@ -344,10 +344,10 @@ DERIVATIVES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch calls what it deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own call
 @pytest.mark.parametrize(("f", "rank"), DERIVATIVES)
 def test_derivatives_of_control_flow(f: Callable[[Tensor], Tensor], rank: int) -> None:
-    """torch asks that operands and results of bodies have memory of their own, each once."""
+    """torch requires operands and results of bodies that share no memory."""
     g = grad(f) if rank == 1 else vmap(grad(f))
     x = torch.linspace(-1, 1, 15).view(5, 3)[(-1,) * (2 - rank)]
     sizes: list[int | str] = ["n", 3]

@@ -1,4 +1,4 @@
-"""Files: what is loaded is what was saved."""
+"""A loaded function equals the saved one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-# What a function may check of the sizes n and m, so that n is no less than m.
+# Checks of the sizes n and m by the function, from which n >= m follows.
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "n >= m": lambda n, m: torch._check(n >= m),
     "n - m >= 0": lambda n, m: torch._check(n - m >= 0),
@@ -81,7 +81,7 @@ ASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def saved(func: Any, path: Path, *calls: tuple[Any, ...], **options: Any) -> Any:
-    """A function specialized for some calls, saved and loaded."""
+    """Return a function specialized for some calls, saved and loaded."""
     made = specialize(func, **options)
     for args in calls:
         made(*args)
@@ -152,7 +152,7 @@ class TestRoundTrips:
 
     @pytest.mark.parametrize("check", CHECKS)
     def test_checked_facts_are_known_to_verification(self, check: str, tmp_path: Path) -> None:
-        """Sizes of results follow from it: ``min(n, m)`` is ``m`` where ``n >= m``."""
+        """Sizes of results follow from it: ``min(n, m)`` is ``m`` if ``n >= m``."""
 
         def f(x: Tensor, y: Tensor) -> Tensor:
             CHECKS[check](x.shape[0], y.shape[0])
@@ -177,7 +177,7 @@ class TestRoundTrips:
 
     @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
     def test_every_size_of_a_named_dim(self, n: int, tmp_path: Path) -> None:
-        """Also those that a program with symbolic sizes is never made for."""
+        """This holds for sizes that need no program with symbolic sizes, too."""
 
         def f(x: Tensor) -> Tensor:
             total = x.sum(0)
@@ -288,7 +288,7 @@ class TestRoundTrips:
         same(specialize(loaded)(x[0]), x[0].sin().sum())
 
     def test_derivatives_by_a_part_of_an_argument(self, tmp_path: Path) -> None:
-        """Which tensors require grad makes no difference where the function does not ask."""
+        """The set of tensors that require grad makes no difference unless the function reads it."""
         f = specialize(lambda d, y: (d["a"] * d["b"]["c"] * y).sum())
         a, c, y = torch.randn(3, 3).unbind()
         f({"a": a, "b": {"c": c}}, y)
@@ -642,7 +642,7 @@ class TestState:
 
 
 class TestKeptFiles:
-    """Files that were written once, and are kept as they were."""
+    """Files in the repository, written by earlier code, load and have the same results."""
 
     def test_tensors_that_may_require_grad(self) -> None:
         loaded = load(KEPT / "any_grad.tsf")
@@ -701,7 +701,7 @@ class TestKeptFiles:
 
 
 def _same_when_seeded(one: Any, other: Any, *args: Any) -> None:
-    """Two functions that draw random numbers do the same."""
+    """Check that two functions draw the same random numbers."""
     found = []
     for f in (one, other):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Each way in which a file can be wrong, and what is said of it."""
+"""Each defect of a file has its error message."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def refused(path: Path, data: bytes, match: str) -> None:
         load(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
-    # The path has the name of the test, which has the pattern.
+    # The path contains the name of the test, and that the pattern.
     assert re.search(match, message.removeprefix(f"{path}: ")), message
 
 
 def archive_of(entries: dict[str, bytes], manifest: Any) -> bytes:
-    """A file with a manifest that is not made right."""
+    """Return a file with an unchecked manifest."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
         for name, data in {**entries, "format.json": json.dumps(manifest).encode()}.items():
@@ -60,7 +60,7 @@ def archive_of(entries: dict[str, bytes], manifest: Any) -> bytes:
 
 
 LOCAL, LISTED, LAST = b"PK\3\4", b"PK\1\2", b"PK\5\6"
-# Numbers in the records of a zip: the record, where in it, the numbers, and what is said of it.
+# Numbers in the records of a zip: the record, the position, the numbers, and the error.
 RECORDS: dict[str, tuple[bytes, int, str, tuple[int, ...], str]] = {
     "encrypted": (LISTED, 8, "<H", (1,), "entry 'format.json' is encrypted"),
     "encrypted inside": (LOCAL, 6, "<H", (1,), "'format.json' is not what the archive's directory"),
@@ -85,7 +85,7 @@ RECORDS: dict[str, tuple[bytes, int, str, tuple[int, ...], str]] = {
 
 
 def moved(data: bytes, by: int) -> bytes:
-    """An archive whose directory stands elsewhere."""
+    """Return an archive whose directory is moved."""
     found = bytearray(data)
     (before,) = struct.unpack_from("<I", found, len(found) - 6)
     struct.pack_into("<I", found, len(found) - 6, before + by)
@@ -139,7 +139,7 @@ class TestContainers:
 
     @pytest.mark.parametrize("name", RECORDS)
     def test_records_of_the_archive(self, name: str, good: bytes, tmp_path: Path) -> None:
-        """NOTE [unambiguous files]: what could be read in two ways is not read."""
+        """NOTE [unambiguous files]: an archive that could be read in two ways is refused."""
         mark, at, form, values, match = RECORDS[name]
         where = good.rindex(mark) if mark == LAST else good.index(mark)
         data = bytearray(good)
@@ -172,7 +172,7 @@ class TestContainers:
         refused(tmp_path, bytes(more), "entry 'format.json' is there twice")
 
     def test_large_entries(self, good: bytes, tmp_path: Path) -> None:
-        """Sizes of 4 GiB and more are said elsewhere; any may be."""
+        """Sizes of 4 GiB and more are in another field; any size may be there."""
         held = io.BytesIO()
         with zipfile.ZipFile(held, "w") as archive:
             for name, data in entries_of(good).items():
@@ -185,7 +185,7 @@ class TestContainers:
         refused(tmp_path, held.getvalue()[:at] + bytes(8) + held.getvalue()[at + 8 :], "directory")
 
     def test_entries_of_a_stream(self, good: bytes, tmp_path: Path) -> None:
-        """Their sizes come after their data, which is not known before it is read."""
+        """Their sizes come after their data, so they are unknown before the data is read."""
 
         class Stream(io.BytesIO):
             def seekable(self) -> bool:
@@ -501,7 +501,7 @@ def test_the_memory_of_tensors(good: bytes, tmp_path: Path) -> None:
 
 
 def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change to the first function of a kind."""
+    """Return a change to the first function of a kind."""
 
     def changed(program: Any) -> None:
         change(next(each for each in program["functions"] if each["kind"] == kind))
@@ -510,7 +510,7 @@ def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _part(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change to a part of the first function with a `custom_vjp`."""
+    """Return a change to a part of the first function with a `custom_vjp`."""
     return _function("vjp", lambda function: change(function["parts"][name]))
 
 
@@ -525,7 +525,7 @@ def _index(kind: str, name: str, new: int) -> Callable[[Any], Any]:
 
 
 def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change to the first call of a function."""
+    """Return a change to the first call of a function."""
 
     def changed(program: Any) -> None:
         nodes = program["graph"]["nodes"]
@@ -535,7 +535,7 @@ def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _calls_itself(function: Any) -> None:
-    """The function now calls one of its rules, which calls the function."""
+    """Return a change: the function calls one of its rules, which calls the function."""
     parts = function["parts"]
     parts["primal"] = copy.deepcopy(parts["forward"])
     del parts["primal"]["graph"]["outputs"][1:]

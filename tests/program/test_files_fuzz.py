@@ -1,6 +1,6 @@
-"""Damaged files: each is a FileFormatError or a program, and nothing in it is run.
+"""A damaged file raises FileFormatError or is a valid program, and no code in it runs.
 
-``python -m tools.fuzz_files`` reads a hundred thousand of them; the quick suite some hundreds.
+``python -m tools.fuzz_files`` reads a hundred thousand files; the quick suite some hundreds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _audited(files: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Modules that are imported lazily are imported before the first file is watched."""
+    """Import the modules that load lazily, before files are watched."""
     path = tmp_path_factory.mktemp("warm") / "f.tsf"
     for data in files:
         path.write_bytes(data)
@@ -40,7 +40,7 @@ def _audited(files: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def run(files: list[bytes], seed: int, count: int, path: Path) -> int:
-    """Reads so many damaged files; how many were read as programs."""
+    """Read a number of damaged files; return how many were programs."""
     rng = random.Random(seed)
     whole = {data: load_whole(path, data) for data in files}
     loaded = 0

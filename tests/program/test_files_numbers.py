@@ -1,4 +1,4 @@
-"""Numbers among the arguments of what is in files: open where their descriptor is their type."""
+"""Number arguments of saved functions: open if their descriptor is their type."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_floats(tmp_path: Path) -> None:
 
 
 def test_a_number_that_takes_another_path_has_no_program(tmp_path: Path) -> None:
-    """A number for which the function takes another path has no program."""
+    """The saved program covers one path of the function only."""
     loaded = saved(lambda x, k: x * 2 if k > 3 else x - k, {"k": int}, tmp_path, X, 1)
     for k in (3, -2):
         torch.testing.assert_close(loaded(X, k), X - k)

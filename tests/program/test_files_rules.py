@@ -1,6 +1,6 @@
-"""Functions with user-defined rules in files: what is loaded has the same derivatives.
+"""Functions with custom rules in files: a loaded function has the same derivatives.
 
-Compared with the function itself, under each transform that asks a rule for something.
+The reference is the function itself, under each transform that uses a rule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMN = torch.tensor([1.0, -2.0, 3.0])
 
 
 def saved(f: Any, folder: Path, *args: Any, dims: Any = None) -> Any:
-    """A function specialized for a call, saved and loaded."""
+    """Return a function specialized for a call, saved and loaded."""
     made = specialize(f, dims)
     made(*args)
     made.save(folder / "f.tsf")
@@ -46,7 +46,7 @@ def applied(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-# --- functions, each with a rule that says another thing than its operators would
+# --- functions, each with a rule that differs from the derivatives of its operators
 
 
 @functools.partial(tsfunc.custom_vjp, nondiff_argnums=(1,))
@@ -82,7 +82,7 @@ def halved(x: Tensor) -> Any:
 
 
 class Pair(torch.autograd.Function):
-    """Two results, one of which may be without a cotangent."""
+    """A function of two results, one of which may have no cotangent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, flag: bool = True) -> Any:
@@ -128,7 +128,7 @@ class Once(torch.autograd.Function):
 
 
 def of_closed(x: Tensor, w: Tensor) -> Tensor:
-    """A rule that closes over a traced tensor, and over one from outside."""
+    """A function with a rule that closes over a traced tensor, and over one from outside."""
 
     @tsfunc.custom_vjp
     def f(y: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
     "jacfwd": lambda f, *args: jacfwd(f)(*args),
     "hessian": lambda f, *args: hessian(total(f))(*args),
 }
-# What the function itself refuses: a derivative that its rule does not have.
+# A refusal by the function itself: a derivative that its rule does not have.
 REFUSED = {
     ("once", "grad of grad"), ("once", "jvp"), ("once", "jacfwd"), ("once", "hessian"),
     # A fault of the function itself, with and without a program.
@@ -221,7 +221,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-QUICK = {"vjp", "jvp", "new", "once"}  # the others take long, together
+QUICK = {"vjp", "jvp", "new", "once"}  # the others together take long
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ class TestRefusals:
     def test_a_choice_by_data_that_is_written_as_one_is_saved(
         self, kind: str, tmp_path: Path
     ) -> None:
-        """As the error says: with ``cond`` in place of ``if``."""
+        """The function follows the error's advice: ``cond`` in place of ``if``."""
         f = CHOOSING[kind]
         loaded = saved(lambda x: f(x), tmp_path, X, dims=N)
         x = torch.stack([X, -X])
@@ -483,7 +483,7 @@ class TestRefusals:
 
 
 def test_generators(tmp_path: Path) -> None:
-    """Each loaded function has the generators of its own, in the states that they were in."""
+    """Each loaded function has its own generators, in the states that they were in."""
     source = torch.Generator().manual_seed(3)
 
     def f(x: Tensor) -> Any:
@@ -503,7 +503,7 @@ def test_generators(tmp_path: Path) -> None:
 
 
 def test_which_arguments_require_grad(tmp_path: Path) -> None:
-    """A derivative by some of the arguments of what was saved without any."""
+    """A derivative by some arguments of a function that was saved without any."""
 
     def f(tree: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return (tree["w"] * x + tree["b"] * y).sin().sum()
@@ -516,7 +516,7 @@ def test_which_arguments_require_grad(tmp_path: Path) -> None:
 
 
 class TestKeptFiles:
-    """Files that were written once, and are kept as they were."""
+    """Files in the repository, written by earlier code, load and have the same results."""
 
     def test_a_kept_file_with_rules_loads(self) -> None:
         loaded = load(KEPT / "rules.tsf")
@@ -542,7 +542,7 @@ class TestKeptFiles:
 
 
 def test_the_order_in_which_functions_are_written(tmp_path: Path) -> None:
-    """The same function makes the same file."""
+    """Repeated saves of a function write the same file."""
     found = []
     for name in ("a", "b"):
         MADE["solving"][0]().save(tmp_path / name, exact=True)

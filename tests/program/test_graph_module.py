@@ -1,4 +1,4 @@
-"""A program as a torch.fx.GraphModule: it runs, with the same tensors, in the same grad modes."""
+"""A program as a torch.fx.GraphModule has the same results in the same grad modes."""
 
 from __future__ import annotations
 

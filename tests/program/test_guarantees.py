@@ -1,4 +1,4 @@
-"""Calls that are alike but for one thing a function can see: each gets its own answer."""
+"""Calls that differ in one visible respect each get their own answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on parameters alone is done once, and no call returns what a function would not return."""
+"""Hoisting: work on parameters runs once, and every call returns what the function returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tsfunc.program.graphs.hoisting import Hoisted
 
 
 def parts(f: Any) -> tuple[list[str], list[str]]:
-    """The operators that the current program calls once, and those that it calls in every call."""
+    """Return the operators that the program calls once, and those that it calls in every call."""
     run = f.program.run
     assert isinstance(run, Hoisted)
     graphs = [f.program.graph] if run._parts is None else [part.graph for part in run._parts[:2]]
@@ -41,7 +41,7 @@ def normed() -> nn.Module:
     return nn.Sequential(linear, nn.ReLU(inplace=True), nn.Linear(4, 2)).eval()
 
 
-# Functions of weights and an input, with what each has to hoist.
+# Functions of weights and an input, with the operators that can be hoisted.
 FUNCTIONS: list[tuple[Callable[[Tensor, Tensor], Any], set[str]]] = [
     (lambda w, x: x @ torch.linalg.inv(w), {"linalg_inv"}),
     (lambda w, x: F.linear(x, w.tanh().mT), {"tanh", "transpose"}),
@@ -49,7 +49,7 @@ FUNCTIONS: list[tuple[Callable[[Tensor, Tensor], Any], set[str]]] = [
     (lambda w, x: x @ torch.linalg.svd(w)[0], {"linalg_svd", "getitem"}),
     (lambda w, x: x.add(w.cos()) + torch.arange(4.0), {"cos"}),  # the range is a constant
     (lambda w, x: (x.sin(), w.sin()), set()),  # the caller gets w.sin()
-    (lambda w, x: (x.sin(), w.sin().reshape(16)), set()),  # and this is a view of it
+    (lambda w, x: (x.sin(), w.sin().reshape(16)), set()),  # a view of the caller's tensor
     (lambda w, x: w.sin().add_(x), set()),  # it is written to
     (lambda w, x: w.sin().reshape(16).add_(x.sum()), set()),
     (lambda w, x: x + w.t() + w[0], set()),  # views
@@ -123,7 +123,7 @@ def test_changes_of_parameters_are_seen(changes: list[str], seed: int) -> None:
 def test_other_arguments_are_seen() -> None:
     f = specialize(lambda w, x: x * w["a"].exp(), {"x": Meta(["n", 4])}, hoist=["w"])
     weights = [{"a": torch.randn(4)} for _ in range(3)]
-    same_memory = {"a": weights[0]["a"].data}  # its writes are counted apart
+    same_memory = {"a": weights[0]["a"].data}  # its writes are counted separately
     for i in range(12):
         w = [*weights, same_memory][i % 4]
         x = torch.randn(2 + i % 3, 4)

@@ -1,4 +1,4 @@
-"""Results of bodies that Inductor takes for the bodies' inputs, whose memory it then reuses."""
+"""Results of bodies for which Inductor would reuse the memory of the bodies' inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tsfunc import cond, scan, specialize, while_loop
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # torch's own, as it compiles
+    pytest.mark.filterwarnings("ignore"),  # torch's own warnings during compilation
     pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc"),
 ]
 

@@ -1,4 +1,4 @@
-"""Programs for open sizes serve tensors of every memory layout as their functions do."""
+"""Programs for open sizes agree with their functions for tensors of every memory layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drawn_tensor(draw: random.Random) -> Tensor:
 
 
 def fresh_draw() -> random.Random:
-    """Return a generator with a new seed, which is printed and is torch's seed too."""
+    """Return a generator with a new seed, which is printed and also seeds torch."""
     seed = secrets.randbits(32)
     print("seed", seed)
     torch.manual_seed(seed)
@@ -109,13 +109,13 @@ PUSHED: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]
 @pytest.mark.parametrize("pushed", PUSHED)
 @pytest.mark.parametrize("view", VIEWS)
 def test_tangents_have_the_layout_of_their_primals(view: str, pushed: str) -> None:
-    """torch requires it of tensors whose views are taken; a program's may have gaps in memory."""
+    """torch requires it of tensors that are viewed; a program's may have gaps in memory."""
     draw = fresh_draw()
     f = PUSHED[pushed](VIEWS[view])
     program = specialize(f, {"x": MetaTensorType(["a", "b"])})
     for _ in range(3):
         x = drawn_tensor(draw)
         if draw.random() < 0.5:
-            # The tangent of a reshape asks whether the stride of a gap is the width.
+            # The tangent of a reshape compares the stride of a gap with the width.
             x = x[:, : draw.randint(3 if view == "reshape" else 1, x.shape[1])]
         torch.testing.assert_close(program(x), f(x))

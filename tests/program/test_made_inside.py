@@ -1,4 +1,4 @@
-"""A program creates the function's own tensors anew at every call."""
+"""A program creates the function's own tensors anew in every call."""
 
 from __future__ import annotations
 

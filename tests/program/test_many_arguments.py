@@ -13,7 +13,7 @@ from tsfunc import pytrees, specialize
 
 
 class Counted:
-    """A registered container that counts the children that it hands over."""
+    """A registered container that counts its flattened children."""
 
     handed_over = 0
 
@@ -35,7 +35,7 @@ def registered() -> Iterator[None]:
 
 
 def children_handed_over(argument: Counted) -> int:
-    """Return the number of children that the first call of a specialized function asks for."""
+    """Return the number of children that the first call of a specialized function flattens."""
 
     def first_sine(argument: Counted) -> torch.Tensor:
         first: torch.Tensor = pytrees.leaves_of(argument)[0]

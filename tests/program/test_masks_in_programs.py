@@ -1,4 +1,4 @@
-"""Masks whose number of places depends on data: programs against the same code without a trace."""
+"""Masks with a data-dependent number of elements: programs agree with untraced code."""
 
 from __future__ import annotations
 

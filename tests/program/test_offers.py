@@ -1,4 +1,4 @@
-"""Descriptors that errors offer: what was asked of named dims follows from them, as far as told."""
+"""Descriptors that errors offer imply the recorded conditions on named dims."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tsfunc import specialize
 from tsfunc.errors import DescriptorViolation
 
 
-@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # sizes differ on purpose
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # the sizes differ on purpose
 @pytest.mark.parametrize(
     ("asks", "sizes"),
     [
-        (lambda a, b, c: a < 5 % a, (3, 5, 7)),  # only trying shows that it never is
-        (lambda a, b, c: (a // b < c, (a - c) % a != 3), (4, 9, 7)),  # what is beside an open dim
+        (lambda a, b, c: a < 5 % a, (3, 5, 7)),  # only a trial shows that it never is
+        (lambda a, b, c: (a // b < c, (a - c) % a != 3), (4, 9, 7)),  # sizes beside an open dim
         (lambda a, b, c: ((9 + a) // a < b + 9, b - c + 8 - c != b), (9, 2, 6)),
         (lambda a, b, c: (a % b % 5 != c, b - a == a, c - b == b), (3, 4, 7)),
         (lambda a, b, c: (b * 9 >= a, b + c >= a + b), (9, 3, 7)),

@@ -1,4 +1,4 @@
-"""Programs that call operators made with ``dispatch.Operator``: they hold the kernels' parts."""
+"""Programs that call operators made with ``dispatch.Operator`` contain the kernels' operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _named() -> str:
     return f"own_operators::number_{next(_NUMBERS)}"
 
 
-# The same function of one row, by an operator and without it.
+# The same function of one row, with an operator and without.
 def parts(x: Tensor) -> Tensor:
     return x.sin() * 2 + x.sum()
 
@@ -89,7 +89,7 @@ def test_a_saved_program(tmp_path: Path) -> None:
 
 
 def test_kernels_that_change() -> None:
-    """A program is traced anew when a kernel is registered, or reads another value."""
+    """Registering a kernel, or a new value that a kernel reads, makes a new program."""
     scaled = Operator(_named(), native=lambda x: x * FACTOR)
     holder = SimpleNamespace(op=Operator(_named(), native=lambda x: x * FACTOR))
     programs = [specialize(lambda x: scaled(x)), specialize(lambda x: holder.op(x))]

@@ -1,4 +1,4 @@
-"""Pages of programs and reports: complete in one file, and what a browser makes of them."""
+"""Pages of programs and reports: complete in one file, and valid for a browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def page(tmp_path: Path) -> Path:
 
 
 class References(HTMLParser):
-    """Collects the tags of a page and what it would load."""
+    """Collects the tags of a page and the resources that it would load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Slices and rows at positions that are found in data, and the texts of their errors."""
+"""Slices and rows at positions that depend on data, and the texts of their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc.errors import DataDependentError, FailedCheckError
 
 
 def at(x: Tensor, position: int = 2) -> Any:
-    """Return a number that a trace finds in data."""
+    """Return a number that a trace reads from data."""
     return (x.sum() * 0 + position).long().item()
 
 

@@ -1,4 +1,4 @@
-"""Passes: a program does less than its function was written to do, and the same comes out."""
+"""Passes: a program has fewer operators than its function, and the same results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ W = torch.arange(3.0)
 
 
 def calls(program: Program) -> list[str]:
-    """The names of the operators that a program calls."""
+    """Return the names of the operators that a program calls."""
     return [
         str(node.target).removeprefix("aten.").partition(".")[0]
         for node in program.graph.nodes
@@ -34,7 +34,7 @@ def calls(program: Program) -> list[str]:
 
 
 def program_of(func: Callable[..., Any], *args: Any) -> Program:
-    """A function's program; what it computes is what the function does."""
+    """Return a function's program; check that its results are the function's."""
     f = specialize(func)
     torch.testing.assert_close(f(*args), func(*args))
     program: Program = f.program
@@ -258,7 +258,7 @@ def test_statistics_are_updated_as_often_as_the_layer_is_called(norm: Any) -> No
     x = torch.randn(3, 4, 5)
 
     def twice(net: Any, x: Tensor) -> Any:
-        net(x)  # whose result nobody uses
+        net(x)  # the result is not used
         return net(x)
 
     f = specialize(lambda x: twice(nets[0], x))
@@ -319,7 +319,7 @@ class TestPropagation:
 
 @st.composite
 def functions(draw: st.DrawFn) -> Callable[[Tensor], Any]:
-    """Straight-line functions with views, writes, constants, copies and repeated work."""
+    """Return straight-line functions with views, writes, constants, copies and repeated work."""
     steps = draw(
         st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), max_size=14)
     )
@@ -356,7 +356,7 @@ def functions(draw: st.DrawFn) -> Callable[[Tensor], Any]:
 
 @given(func=functions())
 def test_a_program_is_its_function(func: Callable[[Tensor], Any]) -> None:
-    """Also after the caller has written into its results: who shares memory is the same."""
+    """Aliasing of results is the same, as shown by writes of the caller into results."""
     x, y = X.clone(), X.clone()
     got, want = specialize(func)(x), func(y)
     torch.testing.assert_close([x, *got], [y, *want])
@@ -375,7 +375,7 @@ def test_a_program_in_vmap_is_its_function(func: Callable[[Tensor], Any]) -> Non
 
 @st.composite
 def view_steps(draw: st.DrawFn) -> list[tuple[str, Any]]:
-    """Views of views of a tensor of 24 numbers in three dims, by methods and their arguments."""
+    """Return methods, with arguments, for views of views of a tensor of 24 numbers in 3 dims."""
     shape, steps = [2, 3, 4], []
     for _ in range(draw(st.integers(1, 6))):
         kinds = ("transpose", "permute", "unsqueeze", "squeeze", "reshape", "contiguous")
@@ -517,13 +517,13 @@ class TestViewsOfViews:
 
 
 def test_slices_to_the_end_say_so_by_none() -> None:
-    """torch spells it by the largest of ints, unless there are symbols in the index."""
+    """torch writes the largest int, unless the index has symbols."""
     program = program_of(lambda x: x[..., 0::2] + x[:, 0::2], X)
     assert "slice(x, 1, 0, None, 2)" in program.source
 
 
 def _cast(count: int) -> torch.fx.Graph:
-    """A chain of casts of a value to its own type, each of which may return its argument."""
+    """A chain of casts of a value to its own dtype, each of which may return its argument."""
     graph = torch.fx.Graph()
     value: Any = graph.placeholder("x")
     for _ in range(count):
@@ -534,7 +534,7 @@ def _cast(count: int) -> torch.fx.Graph:
 
 
 def test_aliases_along_a_long_chain() -> None:
-    """Each value is looked at once: ways to a source are as many as two to the chain's length."""
+    """Each value is visited once, although paths to a source grow as two to the chain's length."""
     graph = _cast(2000)
     (x, *_, last, output) = graph.nodes
     aliases = Aliases(graph)
@@ -550,7 +550,7 @@ def test_aliases_along_a_long_chain() -> None:
 class TestMemory:
     @pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.mul_])
     def test_a_value_is_freed_after_its_last_use(self, write: Callable[..., Any]) -> None:
-        """Also a value whose last write has a result that is not used."""
+        """A value whose last write has an unused result is freed, too."""
 
         def f(x: Tensor) -> Tensor:
             y = x.exp()

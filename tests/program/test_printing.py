@@ -1,4 +1,4 @@
-"""How a program is shown: its Python, the user's lines, and what is known of each value."""
+"""Texts of a program: its Python, the user's lines, and the known properties of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of ``jvp`` are differentiated like the functions that they are programs of."""
+"""Programs of ``jvp`` are differentiated like their functions."""
 
 from __future__ import annotations
 

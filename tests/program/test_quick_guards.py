@@ -1,4 +1,4 @@
-"""The first checks of a call: they are True only for equal metadata and settings."""
+"""The first checks of a call are True only for equal metadata and settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(rng: random.Random) -> Tensor:
 
 
 def metadata(x: Tensor) -> tuple[Any, ...]:
-    """Return all that a program may depend on of a tensor of fixed sizes."""
+    """Return the metadata of a tensor of fixed sizes that a program may depend on."""
     strides = x.stride() if x.layout is torch.strided else None
     return (
         type(x), x.dtype, x.device, x.layout, tuple(x.shape), strides, x.requires_grad,
@@ -130,7 +130,7 @@ SWITCHES: tuple[Callable[[random.Random], Any], ...] = (
 
 @contextlib.contextmanager
 def some_settings(rng: random.Random) -> Iterator[None]:
-    """Context manager in which some of the settings may be others than by default."""
+    """Context manager in which some of the settings may differ from their defaults."""
     with contextlib.ExitStack() as stack:
         for switch in rng.sample(SWITCHES, rng.choice([0, 0, 1, 1, 2])):
             stack.enter_context(switch(rng))

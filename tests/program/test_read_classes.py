@@ -1,4 +1,4 @@
-"""Reads of classes, modules, containers and objects in a trace, by every way of reading."""
+"""Reads of classes, modules, containers and objects in a trace, in all their forms."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from tests.transforms.test_soundness import ONES
 from tsfunc import specialize
 
-# Each case makes a function and its arguments beside the tensor, and what changes its answer.
+# Each case makes a function with its arguments beside the tensor, and a change of its answer.
 Case = tuple[Callable[..., Any], tuple[Any, ...], Callable[[], Any]]
 
 
 def classes() -> Iterator[tuple[str, Case]]:
-    """Methods and attributes that a class gets from elsewhere, or that Python asks for itself."""
+    """Methods and attributes that a class gets from other places, or that Python itself reads."""
 
     class Meta(type):
         by = 2.0
@@ -114,7 +114,7 @@ def modules() -> Iterator[tuple[str, Case]]:
 
 
 def containers() -> Iterator[tuple[str, Case]]:
-    """Containers that are no pytrees; as arguments they are held to their elements."""
+    """Containers that are not pytrees; as arguments, their elements are guarded."""
     counter, namespace = collections.Counter(a=2), types.SimpleNamespace(a=2)
     yield "a Counter", (lambda x, c: x * c["a"], (counter,), lambda: counter.update(a=1))
     yield "a namespace", (
@@ -187,7 +187,7 @@ class Thing:
 
 
 class TestWhichObject:
-    """Objects of one class are told apart by identity, also where Python does it unseen."""
+    """Identity distinguishes objects of one class, even if only Python reads the object."""
 
     some, other = Thing(), Thing()
 
@@ -218,7 +218,7 @@ class TestWhichObject:
 
 
 class Marked(Tensor):
-    """A class of tensors of the user's."""
+    """A user's class of tensors."""
 
 
 def of_class(x: Tensor) -> Tensor:

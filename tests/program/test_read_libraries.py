@@ -26,12 +26,12 @@ from tests.transforms.test_soundness import ONES
 from tsfunc import specialize
 from tsfunc.errors import ReadOnceWarning, TypeCheckError
 
-# A function, what changes its answer, and what undoes that.
+# A function, a change of its answer, and a function that undoes the change.
 Case = tuple[Callable[[Tensor], Any], Callable[[], Any], Callable[[], Any]]
 
 
 def named() -> None:
-    """A function that is asked what it is called."""
+    """A function that returns its own name."""
 
 
 class Named:

@@ -53,7 +53,7 @@ class Pair(tuple[Any, ...]):
 
 
 class TestFromOutside:
-    """An object that comes from outside is that of the call."""
+    """An object from outside is that of the call."""
 
     def test_an_argument(self) -> None:
         f = specialize(lambda box: box)
@@ -227,7 +227,7 @@ SEVERAL: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_results_in_given_tensors(name: str) -> None:
-    """An operator with several results gets one `out=` argument from torch's functions."""
+    """torch's functions pass one `out=` argument to an operator with several results."""
     f, x = SEVERAL[name], torch.arange(20.0).sin().reshape(4, 5)
 
     def written(x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes and numbers that vary: numbers become inputs, and a warning names what needs programs."""
+"""Sizes and numbers that vary: numbers become inputs, and a warning explains new programs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_number_that_the_function_needs() -> None:
     (warning,) = caught
     assert "The function needs k itself" in str(warning.message)
     misses = s.cache_info().misses
-    s(X, 12.0, 5)  # lr is an input all the same
+    s(X, 12.0, 5)  # lr is an input, too
     assert s.cache_info().misses == misses
 
 

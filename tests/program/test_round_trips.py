@@ -34,8 +34,8 @@ def _sizes(x: Tensor) -> Any:
 
 X, Y = torch.tensor([0.5, -1.0, 2.0]), torch.ones(3)
 N3 = {"x": Meta(["n", 3])}
-# What makes a specialized function; the calls that are compared; by which argument it is
-# differentiated and batched, if by any.
+# A function that makes the specialized function; the compared calls; the argument to differentiate
+# and batch by, if any.
 CASES: dict[str, tuple[Callable[[], Any], Sequence[tuple[Any, ...]], int | None]] = {
     **{
         name: (MADE[name][0], calls, by)
@@ -89,7 +89,7 @@ def alike(got: Any, want: Any) -> None:
 
 
 def total(f: Any) -> Any:
-    """The sum of all that a function returns."""
+    """Return the sum of everything that a function returns."""
     return lambda *args: sum(
         x.sin().sum() for x in pytrees.leaves_of(f(*args)) if x.is_floating_point()
     )
@@ -99,7 +99,7 @@ def total(f: Any) -> Any:
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     make, calls, by = CASES[request.param]
     f = make()
-    # Rules are traced for each of the calls that are added, which takes long.
+    # Each added call traces the rules again, which takes long.
     f.save(tmp_path / "f.tsf", exact=request.param in ("again", "ruled", "solving"))
     return f, load(tmp_path / "f.tsf"), calls, by, tmp_path
 
@@ -116,7 +116,7 @@ def test_printed_and_known_values(case: Any) -> None:
         assert str(loaded.program) == str(f.program)
     assert str(loaded.properties()) == str(f.properties())
     assert dict(loaded.descriptors) == dict(f.descriptors)
-    # The loaded program holds captured values as constants and does not guard them.
+    # The loaded program has captured values as constants and does not guard them.
     assert set(loaded.guards) <= set(f.guards)
     for program in loaded.programs:
         program.verify()
@@ -158,7 +158,7 @@ def test_under_transforms(case: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "cond"])
 def test_a_derivative_draws_the_numbers_of_the_call(kind: str, tmp_path: Path) -> None:
-    """Also where it is traced again: else value and slope would be of two functions."""
+    """This holds if the derivative is traced again: value and slope belong to one function."""
     drop: Callable[..., Tensor] = {
         "checkpoint": checkpoint(torch.nn.functional.dropout),
         "cond": lambda x: cond(x.sum() > 0, torch.nn.functional.dropout, torch.cos, x),

@@ -1,4 +1,4 @@
-"""Training steps in files and in exported programs, which have no place for an optimizer."""
+"""Training steps in files and in exported programs, which can't contain an optimizer."""
 
 from __future__ import annotations
 

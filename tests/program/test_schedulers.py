@@ -29,7 +29,7 @@ from tsfunc.errors import DataDependentError, DescriptorViolation, RetraceWarnin
 Make = Callable[[Optimizer], Any]
 
 # The first step makes the state of the optimizer, the second one has numbers as inputs. Each other
-# program is for the outcome of a branch: a warm-up that ends, a milestone, a restart.
+# program is for one outcome of a branch: a warm-up that ends, a milestone, a restart.
 SCHEDULERS: dict[str, tuple[Make, int]] = {
     "LambdaLR": (lambda o: S.LambdaLR(o, lambda e: 1 / (1 + e)), 2),
     "LambdaLR, exp": (lambda o: S.LambdaLR(o, lambda e: math.exp(-0.1 * e)), 2),

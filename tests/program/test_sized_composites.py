@@ -1,4 +1,4 @@
-"""Functions whose C++ code asks for plain sizes: their derivatives in programs of named dims."""
+"""Functions whose C++ code needs plain sizes: their derivatives in programs of named dims."""
 
 from __future__ import annotations
 

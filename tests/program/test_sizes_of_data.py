@@ -30,7 +30,7 @@ def head(x: Tensor, n: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The number of rows depends on data, until it is added to what has as many."""
+    """The number of rows depends on data, until a sum with another tensor determines it."""
     found = x.nonzero()
     return torch.ones(found.shape[0], 3) + torch.arange(x.shape[0]).view(-1, 1)
 
@@ -41,7 +41,7 @@ def asked_twice(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parts(x: Tensor, n: Tensor) -> Tensor:
-    """The rule of an operator asks whether a number is 0, and is told that it is not."""
+    """The rule of an operator compares a number with 0, and is told that they differ."""
     return x.view(n.item(), -1)  # type: ignore[arg-type]
 
 
@@ -91,7 +91,7 @@ def to_their_places(x: Tensor, lengths: Tensor) -> Any:
 
 @pytest.mark.parametrize("f", [of_a_layer, batches_first, to_their_places])
 def test_packed_sequences(f: Callable[..., Any], tmp_path: Path) -> None:
-    """How many rows they have, and how many steps, no trace knows."""
+    """A trace knows neither the number of rows nor the number of steps."""
     descriptors = {"x": Meta(["t", "b", 3]), "lengths": Meta(["b"], dtype=torch.int64)}
     program = tsfunc.specialize(f, descriptors)
     calls = [
@@ -107,7 +107,7 @@ def test_packed_sequences(f: Callable[..., Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["GRU", "RNN"])
 def test_a_layer_that_reads_the_number_of_packed_sequences(name: str, tmp_path: Path) -> None:
-    """torch's own code has it as a Python number, so that it is fixed in a program."""
+    """torch's own code has it as a Python number, so a program fixes it."""
     layer = getattr(torch.nn, name)(3, 4)
 
     def f(x: Tensor, lengths: Tensor) -> Any:
@@ -126,7 +126,7 @@ def test_a_layer_that_reads_the_number_of_packed_sequences(name: str, tmp_path: 
 
 
 def test_strides_of_data_under_vmap() -> None:
-    """The sizes of a tensor may be numbers where its strides depend on data."""
+    """The sizes of a tensor may be numbers while its strides depend on data."""
 
     def f(x: Tensor, lengths: Tensor) -> Any:
         rows = pack(x[0], lengths).data
@@ -137,7 +137,7 @@ def test_strides_of_data_under_vmap() -> None:
 
 
 def test_a_known_number_is_one_where_derivatives_are_recorded() -> None:
-    """C++ that records derivatives reads elements by another operator."""
+    """C++ code that records derivatives reads elements by another operator."""
 
     def f(x: Tensor) -> Tensor:
         zeros = torch.zeros(torch.tensor(x.shape[0]) // 2, 3)  # type: ignore[call-overload]
@@ -151,7 +151,7 @@ def test_a_known_number_is_one_where_derivatives_are_recorded() -> None:
 
 
 def test_a_packed_sequence_is_made_in_the_function() -> None:
-    """Its constructor reads its tensors, so that no description of a call can hold one."""
+    """Its constructor reads its tensors, so a call's specification can't hold one."""
     program = tsfunc.specialize(lambda packed: LSTM(packed)[1])
     with pytest.raises(DescriptorViolation, match=r"got a PackedSequence, .* in the function"):
         program(pack(torch.randn(5, 2, 3), torch.tensor([5, 2])))
@@ -339,7 +339,7 @@ def mixture_by_scan(x: Tensor, chosen: Tensor, weights: Tensor, experts: Tensor)
 @pytest.mark.parametrize("backend", ["python", "aot_eager"])
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_a_mixture_of_experts_of_which_data_choose(backend: str, differentiated: bool) -> None:
-    """A program has one scan over the experts that were chosen, however many these are."""
+    """A program has one scan over the chosen experts, for any number of them."""
 
     def derivative(f: Callable[..., Tensor]) -> Callable[..., Any]:
         if not differentiated:
@@ -352,7 +352,7 @@ def test_a_mixture_of_experts_of_which_data_choose(backend: str, differentiated:
         chosen = torch.stack([torch.randperm(6)[:2] % most for _ in x])
         args = (x, chosen, torch.rand(5, 2), experts)
         if backend != "python" and release(torch.__version__) >= (2, 14):
-            # torch 2.14's scan asks whether it has a step.
+            # torch 2.14's scan tests if it has a step.
             with pytest.raises(ExportError, match="a size or number that data determine"):
                 program(*args)
             return

@@ -18,7 +18,7 @@ SIZES = (3, 1, 0)
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary embeddings: angles are worked out of a size alone."""
+    """Rotary embeddings, whose angles depend on a size alone."""
     angles = torch.outer(torch.arange(x.shape[1]).float(), torch.arange(4).float() / 4)
     one, other = x[..., 0::2], x[..., 1::2]
     turned = [one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()]
@@ -26,7 +26,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def attended(x: Tensor) -> Tensor:
-    """A causal mask, which is folded where its size is fixed."""
+    """A causal mask, which is folded if its size is fixed."""
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     return (x @ x.mT).masked_fill(~mask, -1e9).softmax(-1) @ x
 
@@ -93,7 +93,7 @@ def broadcast(x: Tensor, y: Tensor) -> Tensor:
 
 def masked(x: Tensor, y: Tensor) -> Tensor:
     kept = torch.zeros(x.shape[0])
-    kept[:1] = 1  # what is written into is no constant
+    kept[:1] = 1  # a written tensor is not a constant
     return kept[:, None] * x + y.sum()
 
 

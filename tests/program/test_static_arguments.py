@@ -1,4 +1,4 @@
-"""Arguments that are constants of a program, and the guards of later calls on them."""
+"""Arguments that are constants of a program, and their guards in later calls."""
 
 from __future__ import annotations
 

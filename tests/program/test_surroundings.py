@@ -80,7 +80,7 @@ def anomaly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def made(name: str, value: Any) -> Iterator[None]:
-    """A global of this module that is there for a while."""
+    """Context manager: a global of this module that exists in the block."""
     vars(here)[name] = value
     try:
         yield
@@ -139,7 +139,7 @@ def test_read_values_are_guarded(what: str) -> None:
 
 
 def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
-    """Functions that read an object which shows others, and what changes these."""
+    """Functions that read an object which shows others, and changes of these."""
     table, raw, numbers = {"a": 2.0}, bytearray(b"\x02"), array.array("d", [2.0])
     proxy, view, pairs = types.MappingProxyType(table), table.values(), table.items()
     window, thing, local = memoryview(raw), types.SimpleNamespace(factor=2.0), threading.local()
@@ -451,7 +451,7 @@ def test_functions_with_changing_results_give_a_warning(what: str) -> None:
 
 
 def test_names_of_parameters_are_not_those_of_the_program() -> None:
-    """A parameter called as a program calls its own things."""
+    """Parameters with the names that generated code uses."""
     w = torch.full((2,), 3.0)
     scope: dict[str, Any] = {}
     names = "lifted_0 constant_0 args torch inf nan slice relu add_tensor Tensor deque".split()
@@ -470,7 +470,7 @@ def test_names_of_parameters_are_not_those_of_the_program() -> None:
 
 
 class TestTensorsThatAreOnlyKept:
-    """NOTE [counters]: what is only changed is looked at where tensors are put into it."""
+    """NOTE [counters]: state that is only changed is examined when tensors are put into it."""
 
     def test_in_containers(self) -> None:
         seen: list[Any] = []

@@ -137,7 +137,7 @@ def test_results_of_captured_tensors_have_their_class(
 
 
 class Deciding(torch.Tensor):
-    """A class that decides about the class of results."""
+    """A class that decides the class of results."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,18 +164,18 @@ def test_members_of_results_of_unknown_class_are_refused() -> None:
     assert plain(program(x)).equal(plain(torch.sin(x + 1) * x.sin()))
 
 
-CALLS: list[tuple[Any, Any]] = []  # the functions that the handler got, and their results
+CALLS: list[tuple[Any, Any]] = []  # the functions that reached the handler, and their results
 
 
 class Logged(torch.Tensor):
-    """A class whose handler has another result for each function."""
+    """A class whose handler changes the result of each function."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         if not isinstance(out, Tensor | tuple) or isinstance(out, torch.Size):
-            return out  # a question about a tensor, which guards ask too
+            return out  # guards read this property, too
         CALLS.append(func)
         if isinstance(out, tuple) or not out.is_floating_point() or out is args[0]:
             return out

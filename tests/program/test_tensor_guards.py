@@ -1,4 +1,4 @@
-"""Properties of tensors beside types and sizes that a function reads are guarded."""
+"""Properties of tensors, beside types and sizes, that a function reads are guarded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def with_gradient(value: Tensor | None) -> Tensor:
 
 COMPLEX = torch.tensor([1 + 2j, 3 - 1j, 2j])
 
-# A question, and tensors of one type and shape that answer it differently.
+# A property, and tensors of one type and shape that differ in it.
 QUESTIONS: dict[str, tuple[Question, Sequence[Callable[[], Tensor]]]] = {
     "a leaf": (lambda x: x.is_leaf, [leaf, lambda: leaf() * 1]),
     "retains_grad": (lambda x: x.retains_grad, [lambda: leaf() * 1, keeping_its_gradient]),
@@ -287,7 +287,7 @@ def test_attributes_of_tensors_are_not_in_files(tmp_path: Path) -> None:
         f.save(tmp_path / "f.tsf")
 
 
-# --- one tensor twice
+# --- one tensor in two roles
 
 
 WEIGHT = torch.ones(3)
@@ -363,7 +363,7 @@ def test_comparisons_with_non_tensors_add_no_guard() -> None:
     assert g.cache_info().programs == 1
 
 
-# --- what libraries have
+# --- properties that libraries read
 
 
 def _of_math(x: Tensor) -> Tensor:
@@ -438,7 +438,7 @@ def test_a_class_that_is_registered_later() -> None:
     assert g(torch.ones(1)).item() == 2
 
 
-# --- what a class has in the place of a function
+# --- class attributes in the place of functions
 
 
 class Layer:
@@ -469,7 +469,7 @@ class Layer:
 
 def test_specialize_around_methods_of_classes_and_properties() -> None:
     x = torch.ones(2)
-    on_class: Any = Layer  # type checkers do not see a class method in what decorates one
+    on_class: Any = Layer  # type checkers do not see a class method under its decorator
     assert on_class.scaled(x).tolist() == Layer().scaled(x).tolist() == [3, 3]
     assert Layer.twice(x).tolist() == Layer().twice(x).tolist() == [2, 2]
     assert Layer().norm.item() == pytest.approx(2)

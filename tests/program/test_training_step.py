@@ -1,7 +1,7 @@
-"""The training step as people write it, inside of a specialized function.
+"""The training step in its usual form, inside of a specialized function.
 
-Each test runs a step several times as it is and as a specialized function, from the same start,
-and compares everything: results, parameters, buffers, gradients and the optimizer's state.
+Each test runs a step several times, plain and specialized, from the same start, and compares
+results, parameters, buffers, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Trial:
-    """A model with its optimizer, and all that a training step changes.
+    """A model with its optimizer, and everything that a training step changes.
 
     Args:
         make: makes the optimizer.
-        model: the model; by default a small network with batch normalization.
+        model: the model; the default is a small network with batch normalization.
     """
 
     def __init__(self, make: Make = sgd, model: nn.Module | None = None) -> None:
@@ -67,7 +67,7 @@ class Trial:
 def run(
     make_step: Callable[[Trial], Step], trial: Trial, specialized: bool, between: Any, steps: int
 ) -> tuple[list[Any], list[Any], list[int]]:
-    """Return the results and states after each step, and the number of programs by then."""
+    """Return the results and states after each step, and the number of programs so far."""
     step: Any = make_step(trial)
     f = tsfunc.specialize(step) if specialized else step
     draw = torch.Generator().manual_seed(1)
@@ -91,7 +91,7 @@ def check(
     traces: Sequence[int] = (1, 2, 2, 2, 2),
     steps: int = 5,
 ) -> None:
-    """Compare a step with itself as programs, and count the programs after each step."""
+    """Compare a plain step with its programs, and count the programs after each step."""
     wanted, states, _ = run(make_step, trial(), False, between, steps)
     found, same, programs = run(make_step, trial(), True, between, steps)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
@@ -100,7 +100,7 @@ def check(
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Compare states, in which not everything is a tensor or a number."""
+    """Compare states, which may contain more than tensors and numbers."""
     leaves, tree = tsfunc.pytrees.flatten(found)
     others, other_tree = tsfunc.pytrees.flatten(wanted)
     assert tree == other_tree
@@ -144,7 +144,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ASGD": (O.ASGD, {"t0": 2}),
     "RAdam": (O.RAdam, {}),
 }
-# ASGD takes other branches from its third step on, by the count of steps in its state.
+# ASGD takes other branches from its third step on, by the number of steps in its state.
 BRANCHES = {("ASGD", False): (1, 2, 2, 3, 4), ("ASGD", True): (1, 2, 2, 3, 3)}
 
 
@@ -181,7 +181,7 @@ def test_a_branch_by_a_count_of_steps() -> None:
 
 
 def test_a_branch_by_a_count_of_steps_beside_parameters_of_one_element() -> None:
-    """The moments of the bias are tensors of one number too, and follow from the gradient."""
+    """The moments of the bias are tensors of one number, too, and depend on the gradient."""
 
     def trial() -> Trial:
         return Trial(lambda model: O.RAdam(model.parameters()), nn.Linear(4, 1))
@@ -434,7 +434,7 @@ def test_grads_keep_their_identity_where_they_are_written_in_place() -> None:
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
-# --- what a result can still be differentiated by
+# --- derivatives that remain possible by a result
 
 
 def test_a_loss_whose_graph_is_freed_needs_no_gradient() -> None:

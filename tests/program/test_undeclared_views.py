@@ -86,7 +86,7 @@ def test_results_of_composites_with_new_memory(name: str) -> None:
 
 
 def test_factors_that_are_computed_twice() -> None:
-    """The tangents of ``lu_factor`` are written into such a view."""
+    """The tangents of ``lu_factor`` are written into a view of this kind."""
 
     def f(x: Tensor) -> Tensor:
         def factors(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_factors_that_are_computed_twice() -> None:
 
 @pytest.mark.parametrize("linear", [torch.mean, lambda x: x * 2], ids=["mean", "scale"])
 def test_tangents_from_outside_are_read_by_the_program(linear: Callable[[Tensor], Tensor]) -> None:
-    """The tangent alone reaches an operator, which ran while the program was traced."""
+    """Only the tangent reaches an operator, which once ran during the trace."""
     x, v = torch.randn(2, 3, dtype=torch.float64).unbind()
 
     def pushed(f: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Verification: a graph that is broken, in each way that a pass could break one, is refused."""
+"""Verification refuses a broken graph, for each kind of mistake that a pass could make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tsfunc.program.passes import simplify as passes
 
 
 def traced() -> Program:
-    """A program with a size, a list of tensors and operators in a row."""
+    """A program with a size, a list of tensors and a chain of operators."""
 
     def f(x: Tensor) -> Tensor:
         return torch.cat([x.sin(), x.cos()]).sum(1) / x.shape[0]
@@ -200,7 +200,7 @@ def test_an_environment_variable_enables_it(
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_a_composite_is_run_again_as_it_was_traced(reduction: str) -> None:
-    """By its parts: a rule that torch has for the whole of one says another shape."""
+    """Verification decomposes it as the trace did: torch's own rule gives another shape."""
 
     def loss(x: Tensor, target: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(x, target, reduction=reduction)

@@ -1,4 +1,4 @@
-"""Modules that a specialized function has only by what was made of them: their state is seen."""
+"""The state of modules that a specialized function reaches only through their attributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsfunc.errors import TypeCheckError
 
 
 class Counting(nn.Module):
-    """Its state is assigned in each call."""
+    """A module that assigns its state in each call."""
 
     total: Tensor
 
@@ -90,7 +90,7 @@ BODIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_state_that_a_body_assigns_is_refused(kind: str) -> None:
-    """It would be a value of the body, of which there is none around it."""
+    """The assigned value belongs to the body, and does not exist outside."""
     module = Counting()
     f = specialize(BODIES[kind](module))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Files read under watch: nothing in them may be run while they are."""
+"""Reading of files under observation: no code in them may run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import sympy.sets.setexpr  # noqa: F401  sympy imports it where it first needs it
+import sympy.sets.setexpr  # noqa: F401  sympy imports it at first use
 
 from tsfunc import load
 from tsfunc.errors import FileFormatError
@@ -16,7 +16,7 @@ from tsfunc.transforms.specialized import LoadedFunction
 
 
 class Forbidden(Exception):
-    """Something was done that reading must not do."""
+    """A forbidden operation during reading."""
 
 
 _watching = False
@@ -39,7 +39,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def nothing_run() -> Iterator[None]:
-    """Fail if the block imports a module, or opens a file other than the given one."""
+    """Context manager: fail if the block imports a module, or opens a file but the given one."""
     global _watching
     _watching = True
     try:
@@ -49,7 +49,7 @@ def nothing_run() -> Iterator[None]:
 
 
 def watch() -> None:
-    """Has this process watched for good; what is imported late has to be imported before."""
+    """Install the observer for the life of the process; lazy imports must be done before."""
     sys.addaudithook(_hook)
 
 

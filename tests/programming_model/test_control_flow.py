@@ -226,7 +226,7 @@ class TestDataDependentSizes:
 
 
 class TestTorchsOwnOperators:
-    """``torch.cond`` and ``torch.map``, as torch.export has them, are in programs as ours are."""
+    """Programs take ``torch.cond`` and ``torch.map``, as torch.export does, like ours."""
 
     @pytest.mark.parametrize("described", [None, {"x": Meta(["n"])}], ids=["", "named"])
     def test_cond(self, described: Any) -> None:

@@ -1,4 +1,4 @@
-"""The record: what is kept of a run, what is not, and the report that is made of it."""
+"""The record of a run: its contents, its omissions, and the report that is made from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tsfunc.rage.event_recorder import LONGEST, EventRecorder, scrubbed
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventRecorder]:
-    """A record with a file in a folder of the test's own."""
+    """A record with a file in the test's own folder."""
     monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "runs"))
     made = EventRecorder()
     monkeypatch.setattr(keeping, "_recorder", made)

@@ -25,7 +25,7 @@ FLAG: Any = None
 
 
 class Assigned:
-    """A place that a function assigns, how to assign it, and how to show it."""
+    """A place that a function assigns, the assignment, and the text of its value."""
 
     value: Any = None
 
@@ -85,7 +85,7 @@ def test_assignments_happen_at_every_call(
     captured: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where the value is there already when the program is made."""
+    """This holds if the place has the value when the program is made, too."""
     monkeypatch.setitem(globals(), "FLAG", None)
     monkeypatch.setattr(Assigned, "value", None)
     places, plain = Assigned(), Assigned()
@@ -128,7 +128,7 @@ def test_items_of_captured_containers_are_set_at_every_call() -> None:
 
 @pytest.mark.parametrize("name", ["update", "append", "add", "extend", "insert"])
 def test_methods_of_a_users_object_are_its_own(name: str) -> None:
-    """Also where they are called as those of lists and sets."""
+    """This holds if they are called as methods of lists and sets, too."""
 
     class Meter:
         def __init__(self) -> None:

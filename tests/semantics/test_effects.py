@@ -203,7 +203,7 @@ def test_an_exception_is_the_one_that_was_raised(transform: Transform) -> None:
             g(X)
         assert caught.value is error
     fails = False
-    # The exception leaves nothing behind for the next call.
+    # The exception does not affect the next call.
     for got, want in zip(
         pytrees.leaves_of(g(X)), pytrees.leaves_of(transform(torch.sin)(X)), strict=True
     ):

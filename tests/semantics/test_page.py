@@ -1,4 +1,4 @@
-"""The page names each of its tests."""
+"""The page of docs names each of its tests."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ SAME_DRAWS: dict[str, Transform] = {
 
 @pytest.mark.parametrize("name", list(BATCHED))
 def test_random_numbers_of_a_batch_follow_randomness(name: str) -> None:
-    """They are refused unless the caller says how; "same" draws what one example draws."""
+    """They are refused by default; "same" draws the numbers of one example."""
     with pytest.raises(RuntimeError, match="randomness"):
         BATCHED[name](noisy)(X)
     g = SAME_DRAWS[name](noisy)

@@ -1,7 +1,7 @@
-"""Laws: a vmapped function's results belong to the graphs that the loop's results belong to.
+"""Laws: a vmapped function's results belong to the same graphs as the loop's results.
 
-Functions turn grad mode off, or start backward passes of their own by ``torch.autograd``. Their
-results depend on tensors that are differentiated by outside of vmap.
+The functions turn grad mode off, or start backward passes by ``torch.autograd``. Their results
+depend on tensors that are differentiated by outside of vmap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def model(w: Tensor, v: Tensor) -> Tensor:
 
 
 def pulled_back(w: Tensor, create_graph: bool) -> Example:
-    """Return the pullback of tensors from outside: their graph was recorded outside of vmap."""
+    """Return the pullback of tensors from outside, whose graph was recorded outside of vmap."""
     y = model(w, w)
 
     def f(v: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def pulled_back(w: Tensor, create_graph: bool) -> Example:
 
 
 def own_gradient(w: Tensor, create_graph: bool) -> Example:
-    """Return a function that differentiates by a tensor which it makes."""
+    """Return a function that differentiates by a tensor that it makes."""
 
     def f(v: Tensor) -> Tensor:
         v = v.detach().requires_grad_()

@@ -113,7 +113,7 @@ def test_results_require_grad_as_those_of_the_function(transform: Transform, mod
 @pytest.mark.parametrize("mode", MODES[:2])
 @every(EAGER, PROGRAMS)
 def test_the_grad_mode_that_a_function_sees(transform: Transform, mode: Any) -> None:
-    """It is that of the call; inside of reverse mode it is on."""
+    """It is the mode of the call; inside of reverse mode it is on."""
     seen = []
 
     def f(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_the_grad_mode_that_a_function_sees(transform: Transform, mode: Any) -> 
 
 @every(REVERSE, PROGRAMS)
 def test_a_grad_mode_that_is_left_on_return_is_put_back(transform: Transform) -> None:
-    """Without them, and in the other transforms, it stays."""
+    """Without these transforms, and in the others, it stays."""
 
     def f(x: Tensor) -> Tensor:
         y = x.sin()

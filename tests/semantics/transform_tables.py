@@ -1,4 +1,4 @@
-"""Tables of transforms, by whose values the laws of ``docs/semantics.md`` are parametrized."""
+"""Tables of transforms that parametrize the laws of ``docs/semantics.md``."""
 
 from __future__ import annotations
 

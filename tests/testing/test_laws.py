@@ -1,4 +1,4 @@
-"""The laws hold for what keeps them, and fail for what does not."""
+"""The laws pass for functions that satisfy them, and fail for others."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_correct_functions_keep_the_laws_in_float32(name: str, law: Callable[...
 
 
 class Scaled(torch.autograd.Function):
-    """Derivatives that are off by a factor."""
+    """Derivatives that are wrong by a factor."""
 
     factor = 1.05
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: what fails under its options, and seeds that repeat a failure."""
+"""The pytest plugin: failures under its options, and seeds that repeat them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``spawn`` runs functions on processes, and says which rank failed first."""
+"""``spawn`` runs functions on processes, and names the rank that failed first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check_custom_rule: right rules pass, wrong ones are named."""
+"""check_custom_rule passes right rules, and names wrong ones."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Cubed(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """Reverse mode alone, and no rule for vmap."""
+    """Reverse mode alone, without a rule for vmap."""
 
     generate_vmap_rule = True
 

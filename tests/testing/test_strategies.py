@@ -1,4 +1,4 @@
-"""The strategies give what they say, of every kind."""
+"""The strategies generate the documented values, of every kind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_sizes_of_equal_names_are_equal() -> None:
     assert find(strategies.described(square, {"n": 5}), lambda x: True).shape == (5, 5)
 
 
-@pytest.mark.filterwarnings("ignore")  # operators that are deprecated are operators too
+@pytest.mark.filterwarnings("ignore")  # deprecated operators are operators, too
 @pytest.mark.parametrize("category", ["TensorIterator", "N-Dimensional", "Fixed"])
 def test_calls_of_operators_are_taken(category: str) -> None:
     @FEW

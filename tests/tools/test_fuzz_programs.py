@@ -1,4 +1,4 @@
-"""The fuzzer itself: it finds what is wrong, its reference is right, its tests run."""
+"""The fuzzer finds planted faults, its reference is right, and its generated tests run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_containers_of_arguments_and_other_sizes_in_later_calls(container: str) 
 
 
 def test_a_planted_fault_is_found_and_minimized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that takes the batch dim to be in front."""
+    """A rule that assumes that the batch dim is in front."""
     from tsfunc.ops import n_dimensional
 
     def wrong(dims: Sequence[int], rank: int, at: int) -> list[int]:
@@ -157,7 +157,7 @@ def test_a_printed_test_runs_and_fails_where_the_result_is_wrong(tmp_path: Path)
 def test_a_gradient_that_is_lost_at_a_repeated_call_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A mode under which results are detached, if the call is not the first."""
+    """A mode under which results of repeated calls are detached."""
     program = program_of(
         "v1 = x0.sin() * x0", result="v1", tower=[mapped(-1)], calls=(0, 1, 0, 1)
     ).with_(circumstances=("flops", "gradients", "others", "gradients"))
@@ -235,7 +235,7 @@ class NoWorker(Worker):
 
 
 def test_what_hangs_is_shown_without_further_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Smaller programs would take the limit of time each."""
+    """Smaller programs would each take the time limit."""
     verdict = running.Verdict(running.HANGS, "time", "no end after 180 s of CPU time")
     program = program_of("v1 = x0.sin()", result="v1", tower=[mapped(0)])
     session = Session("test", ("global number",), ("out = out * g",), ("call",))
@@ -246,7 +246,7 @@ def test_what_hangs_is_shown_without_further_runs(capsys: pytest.CaptureFixture[
 
 
 def test_a_session_finds_a_value_that_a_program_takes_for_constant() -> None:
-    """The session is right with ``specialize``, and wrong where closures are constants."""
+    """The session is right with ``specialize``, and wrong if closures are constants."""
     session = Session(
         "test", ("global number", "list of numbers"), ("out = out * g", "out = out + len(ns)"),
         ("call", "ns.append(4.0)", "call", "g = 3.0", "call"),
@@ -271,7 +271,7 @@ def test_modes_run_right_programs(mode: str) -> None:
 
 
 def test_an_interrupted_program_that_leaves_the_thread_changed_is_found() -> None:
-    """A function that turns grad mode off and does not put it back when it is interrupted."""
+    """An interrupted function turns grad mode off and does not restore it."""
     line = (
         "v1 = x0 if tsfunc.__name__ != 'tsfunc' else [torch.set_grad_enabled(False), "
         "__import__('time').sleep(0.3), torch.set_grad_enabled(True), x0][3]"
@@ -289,7 +289,7 @@ def test_a_refusal_that_the_docs_state_is_no_failure() -> None:
 
 
 def test_results_that_depend_on_rounding_are_not_compared() -> None:
-    """The sign of a difference that is zero but for rounding."""
+    """The sign of a difference that is zero apart from rounding."""
     program = program_of(
         "v1 = (x0.sum() * 3 - (x0 * 3).sum()) * 1e16", result="v1 + x0", tower=[mapped(0)]
     )

@@ -1,4 +1,4 @@
-"""Mutants: which changes are drawn, and that a test which fails for one kills it."""
+"""Mutants: random changes, which a test that fails kills."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_nothing():
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a package and tests of its own."""
+    """Return a project with a package and tests."""
     files = {
         "numbers_of_mine/__init__.py": "",
         "numbers_of_mine/core.py": CODE,
@@ -145,7 +145,7 @@ def test_the_record_has_the_lines_of_each_test(root: Path) -> None:
     assert covered == {"test_it.py::test_bounded": {compared}, "test_it.py::test_nothing": {added}}
 
 
-# The test that notices it, and how many tests run its line.
+# The test that notices it, and the number of tests that run its line.
 FATES = {
     "x = None": ("test_it.py::test_bounded", 1),
     "return lambda f: None": ("test_it.py::test_bounded", 2),  # at import
@@ -163,7 +163,7 @@ def test_a_failing_test_kills_and_its_absence_lets_live(root: Path, after: str) 
 
 
 def test_mutants_are_judged_alike_in_a_live_process(root: Path) -> None:
-    """Except for those that run at import, which a live process does not see."""
+    """Mutants of code that runs at import are the exception: a live process does not run it."""
     verdicts = root / "verdicts"
 
     def report(mutant: Mutant, verdict: Verdict) -> None:
@@ -177,7 +177,7 @@ def test_mutants_are_judged_alike_in_a_live_process(root: Path) -> None:
 
 
 def test_a_test_that_does_not_end_kills(root: Path) -> None:
-    """The limit is ten times what the test took, and twenty seconds; here it is less."""
+    """The limit is ten times the test's time, and twenty seconds; here it is less."""
     ended = forked(lambda: _busy(), 0.5)
     assert (ended.result, ended.why) == (None, "timeout")
 
