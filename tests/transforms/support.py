@@ -1,4 +1,4 @@
-"""Comparisons that the tests of the transforms share: with torch.func, and with a Python loop."""
+"""Comparisons with torch.func and with a Python loop, for the tests of transforms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.func
 
 import tsfunc
 
-# Loads torch's forward formulas; torch.func lets the warning of torch.jit.script through.
+# Load torch's forward formulas; torch.func lets the warning of torch.jit.script through.
 tsfunc.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
 
 Api = ModuleType | Any  # tsfunc, or torch.func
@@ -23,7 +23,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def same(got: Any, want: Any, **tolerance: Any) -> None:
-    """Two pytrees have one structure and the same tensors in it."""
+    """Check that two pytrees have the same structure and the same tensors."""
     structure = optree.tree_structure
     assert structure(got, none_is_leaf=True) == structure(want, none_is_leaf=True)
     for g, w in zip(leaves(got), leaves(want), strict=True):
@@ -35,7 +35,7 @@ def same(got: Any, want: Any, **tolerance: Any) -> None:
 
 
 def as_torch_func(build: Callable[[Api], Any], **tolerance: Any) -> Any:
-    """Functions built from tsfunc's transforms give the results of torch.func's."""
+    """Check that functions built from tsfunc's transforms agree with torch.func's."""
     torch.manual_seed(0)
     want = build(torch.func)
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def as_torch_func(build: Callable[[Api], Any], **tolerance: Any) -> Any:
 def loop(
     func: Callable[..., Any], size: int, in_dims: Any = 0, out_dims: Any = 0
 ) -> Callable[..., Any]:
-    """The plain meaning of vmap: the function on each example, and the results stacked."""
+    """Return the definition of vmap: the function on each example, and the results stacked."""
 
     def looped(*args: Any) -> Any:
         dims = optree.broadcast_prefix(

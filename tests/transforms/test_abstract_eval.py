@@ -1,4 +1,4 @@
-"""eval_shape and make_graph: what a function returns and calls, without its being run."""
+"""eval_shape and make_graph: the results and calls of a function, without running it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_named_dims_of_a_program_are_not_known() -> None:
     f = specialize(twice, {"x": Meta(["n", 3])})
     same(f(X), X * 2)
     assert [meta.shape for meta in seen] == [(None, 3)]
-    # Nothing of it is in the program.
+    # The program contains none of it.
     assert "exp" not in str(f.program)
 
 

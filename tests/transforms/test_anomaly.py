@@ -1,4 +1,4 @@
-"""torch's anomaly mode, which reads every gradient, also those that are tracers."""
+"""torch's anomaly mode, which reads every gradient, tracers included."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_nan_in_one_example_is_found() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_torchs_own_checks_are_of_all_examples(depth: int) -> None:
-    """TORCH_CHECK_TENSOR_ALL asks for one answer."""
+    """TORCH_CHECK_TENSOR_ALL needs one answer for all examples."""
 
     def func(x: Tensor) -> Tensor:
         torch._test_check_tensor(x >= 0)

@@ -1,4 +1,4 @@
-"""A batched tensor answers as if it were one example, and refuses what only an example has."""
+"""A batched tensor answers like one example, and refuses questions about one example's value."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_its_properties(name: str) -> None:
 
 
 def test_lazily_conjugated_and_negated() -> None:
-    """The tracer's value knows; the tracer is not asked."""
+    """The tracer's value has the flag; the tracer's own is not read."""
     seen: list[Any] = []
 
     def func(z: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ OFFSETS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OFFSETS)
 @pytest.mark.parametrize("at", [0, 1])
 def test_offsets_into_memory(name: str, at: int) -> None:
-    """They are counted from where torch counts them, also where they are differentiated."""
+    """torch's origin of offsets holds, for derivatives too."""
     func, batch = OFFSETS[name], X.movedim(0, at)
     want = torch.stack([func(x.clone()) for x in X])
     same(vmap(func, at)(batch), want)
@@ -118,7 +118,7 @@ def test_offsets_into_memory(name: str, at: int) -> None:
 
 
 def test_offsets_of_a_batch_that_begins_later() -> None:
-    """One that the user reads off the batch is where its first example begins."""
+    """An offset that the user reads from the batch is that of its first example."""
     batch = torch.arange(24.0).view(2, 3, 4)[1].T  # examples are columns
     offset = batch.storage_offset()
     got = vmap(lambda x: x.as_strided((2,), (4,), offset + 4))(batch)
@@ -278,7 +278,7 @@ def test_the_table_may_be_the_same_for_all() -> None:
     same(vmap(lambda i: W[i])(I3), W[I3])
 
 
-# What an example's value alone could answer.
+# Reads that need an example's value.
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x[0].item(),

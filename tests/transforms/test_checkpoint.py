@@ -1,4 +1,4 @@
-"""checkpoint: the derivatives are those of the function, and what they need is not kept."""
+"""checkpoint: derivatives are those of the function, and intermediate values are not kept."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Squared(torch.autograd.Function):
 
 
 def limited(x: Tensor) -> Tensor:
-    """Return a sum with a smallest value, which is not recorded."""
+    """Return a sum with a lower limit that is not recorded."""
     total = x.sum()
     with torch.no_grad():
         total.clamp_min_(1e-3)
     return total
 
 
-# Functions of x that close over w.
+# Functions of x that capture w.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "plain": lambda x, w: ((x * w).sin() * w).exp(),
     "a vmap inside": lambda x, w: vmap(lambda a: a.sin() * x)(w).sin(),
@@ -67,7 +67,7 @@ Build = Callable[[Callable[[Any], Any], Callable[[Tensor, Tensor], Tensor]], Any
 
 
 def of_both(made: Callable[[Any], Any], func: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The scalar function of w and x, of which the part of x is made a checkpoint."""
+    """Return the scalar function of w and x, with a checkpoint of the part of x."""
     return lambda w, x: made(lambda x: func(x, w))(x).sin().sum()
 
 
@@ -190,7 +190,7 @@ def long(x: Tensor) -> Tensor:
 
 
 class Keeping:
-    """Counts the tensors that autograd keeps of a function: how many at a time at most."""
+    """Counts the tensors that autograd keeps for a function: the most at any time."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0
@@ -262,7 +262,7 @@ LOOPS: dict[str, Callable[[Any], Any]] = {
     [(None, lambda n: 3 * n), ("sqrt", lambda n: 5 * n**0.5), ("log", lambda n: 4 * math.log2(n))],
 )
 def test_the_memory_of_a_loop(policy: Any, most: Callable[[int], float], nesting: str) -> None:
-    """At its peak, the backward pass and what is run again included: in numbers of carries."""
+    """Measured at the peak, backward pass and rerun included, in numbers of carries."""
 
     def peak(steps: int) -> float:
         def loop(x: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def in_new_process(code: str) -> None:
 
 
 def test_it_can_be_the_first_transform_of_a_process() -> None:
-    """The patches of torch that derivatives need are there before the function's first run."""
+    """The patches of torch that derivatives need are made before the function's first run."""
     in_new_process("""
 import torch
 from tsfunc import checkpoint, grad, jvp

@@ -1,4 +1,4 @@
-"""Chunk sizes from a memory budget, on functions whose memory is known."""
+"""Chunk sizes from a memory budget, on functions of known memory use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tsfunc.transforms.chunk_sizes import GROWTH, MARGIN, MeasuredSize, MemoryMo
 
 
 class Pretended:
-    """Stands in for a meter: a chunk takes ``fixed + each * k`` and leaves ``held * k``."""
+    """A stand-in for a meter: a chunk takes ``fixed + each * k`` and leaves ``held * k``."""
 
     def __init__(self, fixed: int, each: int, held: int) -> None:
         self.fixed, self.each, self.of_one = fixed, each, held
@@ -37,7 +37,7 @@ class Pretended:
 def chunks_of(
     monkeypatch: pytest.MonkeyPatch, model: MemoryModel, memory: Pretended, budget: int, total: int
 ) -> list[int]:
-    """Runs a batch, and returns the sizes of its chunks."""
+    """Run a batch, and return the sizes of its chunks."""
     monkeypatch.setattr(chunk_sizes, "Meter", memory)
     sizes = MeasuredSize(model, budget, total, torch.device("cpu"), "f")
     found: list[int] = []
@@ -59,9 +59,9 @@ def chunks_of(
 def test_the_budget_is_kept_and_used(
     fixed: int, each: int, held: int, total: int, room: float
 ) -> None:
-    """For every function of this kind of which twice what one example takes fits.
+    """The budget holds for every function of this kind if twice the use of one example fits.
 
-    With less room nothing is known but that one example takes so much.
+    With less room the only known figure is the use of one example.
     """
     held = min(held, each)
     first = (fixed + each) * 2 + total * held
@@ -74,7 +74,7 @@ def test_the_budget_is_kept_and_used(
         assert sum(found) == total
         assert max(found) * each + fixed + total * held <= budget
         best = min(total, int((MARGIN * budget - total * held - fixed) / each))
-        # Growing takes some chunks, the rest have the best size.
+        # The first chunks grow, the rest have the best size.
         growing = 2 + best.bit_length()
         assert len(found) <= total / best + growing
         again = chunks_of(patch, model, memory, budget, total)
@@ -138,10 +138,10 @@ def test_a_model() -> None:
     assert (model.fixed, model.each, model.held) == (80, 20, 10)
     assert model.peak(10) == 280
     assert model.largest(10_000, 3) == 3
-    # No more for five than for one: what an example leaves is what it takes at least.
+    # Five examples use no more than one: an example's result is its least use.
     model.observe(10, 180, 100)
     assert model.each == 10
-    # Less memory than its share of the whole is never foreseen.
+    # A chunk is never predicted to use less than its share of the whole.
     model.observe(20, 9000, 100)
     assert (model.fixed, model.each) == (0, 450)
 

@@ -1,4 +1,4 @@
-"""Chunks of a number and of what fits into memory: equal results, less memory."""
+"""Chunks of a given size, and of a size that fits into memory: equal results, less memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ W = torch.arange(4.0).cos()
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators make and that are alive, by its own means.
+    """Counts the storages that operators make and that are alive, independently of the library.
 
-    It does not see what is called on the values inside of tracers, unless the function handler
-    calls it.
+    It does not see calls on the values inside of tracers, unless the function handler makes them.
     """
 
     def __init__(self) -> None:
@@ -56,12 +55,12 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def storages(self, values: Sequence[Any]) -> list[Any]:
-        """Those of plain tensors; tracers have none."""
+        """Return the storages of plain tensors; tracers have none."""
         return [v.untyped_storage() for v in values if type(v) in (Tensor, nn.Parameter)]
 
 
 def outer_products(x: Tensor) -> Tensor:
-    """An example of 256 floats takes about a megabyte for a while, and leaves one kilobyte."""
+    """An example of 256 floats uses about a megabyte temporarily, and leaves one kilobyte."""
     square = x[:, None] * x[None, :]
     return ((square.sin() * square).cos() + 1).sum(0)
 
@@ -80,7 +79,7 @@ def test_memory_stays_within_the_budget(budget: int) -> None:
         torch.testing.assert_close(got, want[: len(batch)])
         peaks.append(counted.peak)
     assert max(peaks) <= budget
-    assert max(peaks) >= budget / 3  # and it is made use of
+    assert max(peaks) >= budget / 3  # and most of it is used
 
 
 def test_results_are_part_of_the_budget() -> None:
@@ -152,7 +151,7 @@ def test_a_batch_that_fits_is_run_at_once() -> None:
     same(mapped(X), X * 2)
     same(mapped(X[:1]), X[:1] * 2)
     assert sizes == [1, 8, 1, 10, 1]
-    same(vmap(f, chunk_size="auto")(X), X * 2)  # by default a share of what is free
+    same(vmap(f, chunk_size="auto")(X), X * 2)  # the default is a share of the free memory
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -276,7 +275,7 @@ def test_jacrev_makes_its_basis_chunk_by_chunk() -> None:
         got = jacrev(torch.sin, chunk_size=16)(x)
     same(got, want)
     assert whole.peak >= 2 * basis
-    assert chunked.peak < 1.2 * basis  # the result has that size too
+    assert chunked.peak < 1.2 * basis  # the result has this size, too
 
 
 PEAK = """
@@ -297,14 +296,14 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # in another process
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_the_process_stays_within_the_budget() -> None:
-    """As the system sees it: without chunks these examples take most of a gigabyte."""
+    """Measured by the system: without chunks these examples use most of a gigabyte."""
     run = subprocess.run(
         [sys.executable, "-c", PEAK],
         cwd=Path(__file__).parents[2],
-        # glibc else keeps what is freed, in pieces of sizes that do not fit any more.
+        # glibc would otherwise keep freed memory, in pieces of sizes that no longer fit.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,

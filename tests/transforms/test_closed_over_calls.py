@@ -1,4 +1,4 @@
-"""Calls on tensors from outside alone, in programs: their derivatives are those of the function."""
+"""Calls on tensors from outside alone, in programs, have the derivatives of the function."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_derivatives_by_tensors_from_outside(name: str, backend: str) -> None:
         found = [value_and_grad(program, x, p) for _ in range(2)]
     except ExportError:
         assert backend != "python"
-        return  # torch has no operator for the call, and the backend says so
+        return  # torch has no operator for the call, and the backend's error states this
     for each in found:
         torch.testing.assert_close(each, value_and_grad(f, x, p))
 

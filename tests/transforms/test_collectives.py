@@ -1,4 +1,4 @@
-"""Collectives over named axes: by NumPy's arithmetic on whole batches, and by their transposes."""
+"""Collectives over named axes agree with NumPy on whole batches, and with their transposes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def over(f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     return vmap(f, axis_name="i", **kwargs)
 
 
-# Each collective of the batch, and what it gives each example.
+# Each collective as a function of the batch, with the expected value of each example.
 CASES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = {
     "psum": (lambda x: tsfunc.psum(x, "i"), lambda x: x.sum(0).expand(x.shape)),
     "pmean": (lambda x: tsfunc.pmean(x, "i"), lambda x: x.mean(0).expand(x.shape)),
@@ -110,7 +110,7 @@ def test_gradients_and_tangents_through_it_are_those_of_the_whole(name: str) -> 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("pmax", "pmin")])
 def test_the_gradient_inside_of_the_axis_is_the_transpose(name: str) -> None:
-    """Each example pulls back what all examples' results depend on of its own input."""
+    """Each example pulls back the dependence of all examples' results on its own input."""
     ours, whole = CASES[name]
     weights = whole(SQUARE).cos()
 
@@ -218,7 +218,7 @@ def test_a_branch_that_exchanges_values_runs_on_all_examples(wrap: Any) -> None:
 @pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
 def test_a_loop_that_exchanges_values_runs_on_all_examples(wrap: Any) -> None:
     def f(x: torch.Tensor) -> Any:
-        # Those that are done give the value that they ended with.
+        # Examples that have ended contribute their last value.
         return while_loop(lambda c: c < 10, lambda c: c + tsfunc.pmax(c, "i"), x)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ def test_a_rule_of_ones_own_may_exchange_values(wrap: Any) -> None:
 
 
 class _AboveMean(torch.autograd.Function):
-    """Mapped by torch's generated rule, which runs it at a level of its own."""
+    """A function that torch's generated rule maps, at a level of its own."""
 
     generate_vmap_rule = True
 

@@ -26,7 +26,7 @@ W = torch.arange(4.0).cos()
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Dynamo and Inductor warn of is theirs
+        warnings.simplefilter("ignore")  # warnings of Dynamo and Inductor
         yield
     torch._dynamo.reset()
 
@@ -57,7 +57,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_around_a_transform(name: str) -> None:
-    """Traced by Dynamo as far as it goes, without generating code."""
+    """Dynamo traces as far as it can, without generating code."""
     func, args = FUNCTIONS[name]
     compiled = torch.compile(func, backend="eager")
     for _ in range(2):
@@ -91,12 +91,12 @@ SPECIALIZED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", SPECIALIZED)
 def test_a_specialized_function_inside(name: str) -> None:
-    """It is part of one graph, and there is no warning."""
+    """It is part of one graph, without a warning."""
     inner = SPECIALIZED[name]
     compiled = torch.compile(lambda x: inner(x * 2) + 1, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Dynamo's own, about tensors that it hands over where its graph breaks.
+        # Dynamo's own warning, about tensors that it passes on at graph breaks.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         for n in (3, 3, 5):
             x = torch.randn(n, 4, requires_grad=True)
@@ -110,7 +110,7 @@ def test_a_specialized_function_inside(name: str) -> None:
 
 
 def test_a_function_that_is_specialized_inside() -> None:
-    """Dynamo traces the function itself, as for a function that is specialized outside."""
+    """Dynamo traces the function itself, as if it were specialized outside."""
     compiled = torch.compile(
         lambda x: tsfunc.specialize(lambda x: x.sin(), hoist=True)(x * 2) + 1,
         backend="eager", fullgraph=True,
@@ -119,7 +119,7 @@ def test_a_function_that_is_specialized_inside() -> None:
 
 
 def test_an_error_passes_code_that_dynamo_has_made() -> None:
-    """Its constants may be dicts, so that it has no hash."""
+    """The code's constants may be dicts, so that it has no hash."""
     namespace = {"tsfunc": tsfunc, "torch": torch}
     exec("def call(x):\n    return tsfunc.vmap(torch.sin)(x) + 0", namespace)
     call: Any = namespace["call"]
@@ -177,7 +177,7 @@ def module_loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     return out.square().sum()
 
 
-# Calls of W and X that torch.func takes too.
+# Calls of W and X that torch.func supports, too.
 IN_ONE_GRAPH: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "vmap": lambda w, x: tsfunc.vmap(torch.dot, (None, 0), chunk_size=2)(w, x),
     "vmap of a negative dim": lambda w, x: tsfunc.vmap(torch.sin, in_dims=-1, out_dims=1)(x),
@@ -272,7 +272,7 @@ def squares() -> dict[str, Any]:
 
 
 SQUARES = squares()
-# Calls with arguments that torch.func does not take, and of transforms that it does not have.
+# Calls with arguments, and of transforms, that torch.func does not have.
 BREAKING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in_dims by name": lambda w, x: tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})(w, x=x) + 1,
     "made outside": lambda w, x: NAMED(w, x) + 1,
@@ -299,7 +299,7 @@ def test_other_transforms_break_the_graph(name: str) -> None:
 
 
 def test_one_graph_of_the_operators_below_transforms() -> None:
-    """The way out that the refusal names."""
+    """The remedy that the refusal names."""
     inner = SPECIALIZED["of a transform"]
     inner(X)
     compiled = torch.compile(inner.graph_module, backend="aot_eager", fullgraph=True)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Transforms of transforms, in any order and depth, against the same nesting of torch.func's."""
+"""Compositions of transforms, in any order and depth, against the same nesting in torch.func."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ NESTINGS: dict[str, Build] = {
     )(X, Y),
 }
 
-# What an inner transform must take for a constant, and an outer one must not.
+# Values that are constants for an inner transform, and variables for an outer one.
 CLOSURES: dict[str, Build] = {
     "x * d(x + y)/dy": lambda T: T.grad(lambda x: x * T.grad(lambda y: x + y)(S))(S),
     "x * d(x * y)/dy": lambda T: T.grad(lambda x: x * T.grad(lambda y: x * y)(S))(S),
@@ -255,10 +255,10 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_second_derivatives(name: str) -> None:
-    """Each way to a Hessian is what double backward of plain autograd gives.
+    """Each path to a Hessian agrees with double backward of plain autograd.
 
-    Some backward formulas (that of ``det``) use saved values without a derivative of their own
-    unless they are told that the result will be differentiated again.
+    Some backward formulas (that of ``det``) use saved values without a derivative unless they are
+    told that the result will be differentiated again.
     """
     f = FORMULAS[name]
     x = torch.randn(2, 3, 3, dtype=torch.float64) + 2 * torch.eye(3, dtype=torch.float64)
@@ -306,7 +306,7 @@ def test_checkpoint() -> None:
 
     same(tsfunc.grad(func)(W), torch.func.grad(plain)(W))
     same(tsfunc.vmap(tsfunc.grad(func))(X), torch.func.vmap(torch.func.grad(plain))(X))
-    # The vmap has ended when the function is run again.
+    # The vmap has ended when the function runs again.
     over = tsfunc.grad(lambda x: tsfunc.vmap(func)(x).sum())
     same(over(X), torch.func.grad(lambda x: torch.func.vmap(plain)(x).sum())(X))
 
@@ -337,7 +337,7 @@ def test_autocast(where: str) -> None:
 
 
 def test_the_outer_user_differentiates() -> None:
-    """Ordinary autograd, outside of all transforms, goes through each."""
+    """Plain autograd, outside of all transforms, goes through each."""
     x = X.clone().requires_grad_()
 
     def both(build: Build) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Lazily conjugated and negated tensors: under every transform as outside of it."""
+"""Lazily conjugated and negated tensors behave the same under every transform."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def test_autocast_gives_the_types_of_the_loop(dtype: torch.dtype) -> None:
 
 
 LISTED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    # Cast to the lower type, as a whole or by what they call; left alone; cast to the higher one.
+    # Cast to the lower type, directly or through the operators that they call; left alone; cast to
+    # the higher type.
     "conv2d": (nnf.conv2d, ((2, 5, 5), (4, 2, 3, 3))),
     "conv_transpose1d": (nnf.conv_transpose1d, ((2, 5), (2, 4, 3))),
     "prelu": (nnf.prelu, ((2, 4), (1,))),
@@ -95,7 +96,7 @@ def _exactly(func: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LISTED)
 def test_autocast_casts_the_operators_on_its_list(name: str) -> None:
-    """And not what rules call in its place."""
+    """Operators that rules call in place of these are not cast."""
     func, shapes = LISTED[name]
     args = [torch.linspace(-1, 1, 3 * math.prod(s)).view(3, *s).sin() for s in shapes]
     inside = under(lambda: torch.autocast("cpu", dtype=torch.bfloat16), func)
@@ -213,7 +214,7 @@ def test_inference_mode_in_the_function() -> None:
 
 
 def on_a_thread(func: Function) -> Function:
-    """The function called on a thread that is started for it."""
+    """Return the result of the function on a new thread."""
 
     def called(*args: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
@@ -271,7 +272,7 @@ def test_transforms_on_threads_started_inside() -> None:
     ids=["grad", "vjp", "jvp"],
 )
 def test_a_derivative_that_does_not_see_the_values_of_another_thread(derivative: Function) -> None:
-    """Nothing that is given to it tells of the vmap: what it closes over would go unrecorded."""
+    """Nothing in its arguments shows the vmap, so captured values would go unrecorded."""
 
     def func(x: Tensor) -> Any:
         return on_a_thread(lambda: derivative(lambda y: scalar(x * y)))()
@@ -281,7 +282,7 @@ def test_a_derivative_that_does_not_see_the_values_of_another_thread(derivative:
 
 
 def test_threads_do_not_go_ever_deeper() -> None:
-    """Each finds others active when it enters a level of its own."""
+    """Each thread finds others active when it enters a level of its own."""
     depths: list[int] = []
     done = threading.Barrier(4)
 
@@ -307,7 +308,7 @@ def test_threads_do_not_go_ever_deeper() -> None:
 
 
 def with_hooks(func: Function) -> Function:
-    """Hooks that compute what they keep."""
+    """Hooks that transform saved values."""
     return under(lambda: saved_tensors_hooks(lambda x: x * 2, lambda x: x / 2), func)
 
 
@@ -319,7 +320,7 @@ HOOKS: dict[str, Wrap] = {
     "reentrant checkpoint": lambda f: lambda *args: checkpoint(f, *args, use_reentrant=True),
 }
 
-# Programs of a function that is wrapped: the results are those of the function itself.
+# Programs of a wrapped function have the results of the function itself.
 PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "grad": lambda w: grad(w(scalar))(X[0]),
     "vmap": lambda w: vmap(w(layers))(X),
@@ -441,7 +442,7 @@ def test_a_second_run_draws_the_same_numbers(
     each = vmap(grad(func, has_aux=True), randomness=randomness)
     for derivative in (each, grad(total, has_aux=True)):
         slope, y = derivative(x)
-        # y = exp(m sin x), so what was drawn is m = log y / sin x, in both runs.
+        # y = exp(m sin x), so the drawn value is m = log y / sin x, in both runs.
         same(slope, y * y.log() / x.sin() * x.cos())
 
 
@@ -554,7 +555,7 @@ DERIVATIVES: dict[str, Derivative] = {
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_derivatives_without_grad_mode_are_constants(name: str, mapped: bool, traced: bool) -> None:
-    """The function turns grad mode off: neither ``backward`` nor outer transforms go through it."""
+    """The function turns grad mode off: neither ``backward`` nor outer transforms see it."""
     p, v = torch.tensor([0.3, -0.7, 1.1]), torch.randn(4, 3)
 
     def whole(T: Any) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 import tsfunc
 from tsfunc import cond, grad, jvp, scan, specialize, vmap
 
-# ``curve`` is made of torch's operators; ``cubes`` reads memory, and has no derivative.
+# ``curve`` calls torch's operators; ``cubes`` reads memory, and has no derivative.
 SOURCE = """
 #include <ATen/ATen.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-"""Values that rules close over, and arguments without derivatives: right, or an error."""
+"""Captured values of rules, and arguments without derivatives: right, or an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE = torch.ones((), dtype=torch.float64)
 
 
 def slope_by_vjp(y: Tensor) -> Any:
-    """A gradient that is 2 cos(y) by a pullback that closes over y."""
+    """Return a gradient that is 2 cos(y) by a pullback that captures y."""
     f = custom_vjp(lambda x: 2 * x.sin())
     f.defvjp(lambda x: (f(x), ()), lambda _, ct: (2 * y.cos() * ct,))
     return grad(f)(ONE)
@@ -148,7 +148,7 @@ def test_a_result_can_not_be_differentiated_by_a_closed_over_tensor(
     for call in calls:
         with pytest.raises(errors.UndefinedDerivativeError, match=match):
             call()
-    # By other arguments it can, and where it is cut off.
+    # Derivatives by other arguments work, and where the value is detached.
     assert grad(lambda y: rule(ONE)(y))(ONE) == ONE.cos()
     assert grad(lambda x: rule(stop_gradient(x))(x))(ONE) == ONE.cos()
     torch.testing.assert_close(grad(lambda y: vmap(lambda x: rule(x)(y))(X).sum())(ONE),
@@ -159,7 +159,7 @@ def test_a_result_can_not_be_differentiated_by_a_closed_over_tensor(
 def test_parameters_that_no_transform_differentiates_by() -> None:
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     f = with_vjp(weight)
-    f(ONE).backward()  # the function's own derivative: no rule is asked
+    f(ONE).backward()  # the function's own derivative needs no rule
     assert weight.grad == 1
     assert grad(f)(ONE) == ONE.cos()
     with pytest.raises(errors.UndefinedDerivativeError):
@@ -228,7 +228,7 @@ def test_a_result_that_is_the_same_for_all_examples_has_the_derivative_of_the_ru
 
 def test_closure_convert_makes_arguments_of_closed_over_tensors() -> None:
     def doubled_slope(f: Any, x: Tensor) -> Any:
-        """Differentiable by what f closes over, with twice its derivatives."""
+        """Return a function with derivatives by captured values, with twice its derivatives."""
         converted, closed = closure_convert(f, x)
         value = custom_vjp(lambda x, *closed: converted(x, *closed))
 
@@ -314,7 +314,7 @@ def _weight_of(held: Any) -> Tensor:
 )
 @pytest.mark.parametrize("kind", [_Slotted, _Holder])
 def test_rules_read_attributes_of_objects(kind: Any, read: Callable[[Any], Tensor]) -> None:
-    """Also those in slots, and those that only a function named that the rule calls."""
+    """This holds for attributes in slots, and for attributes that only a named function reads."""
 
     def slope(y: Tensor) -> Any:
         held = kind(y)
@@ -371,7 +371,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 def test_parameters_of_inner_modules_are_closed_over(name: str) -> None:
     module = LAYERS[name]()
     functions = [module, lambda x: module(x), functools.partial(module)]
-    if not isinstance(module, torch.jit.ScriptModule):  # its methods do not tell their module
+    if not isinstance(module, torch.jit.ScriptModule):  # its methods do not show their module
         functions.append(module.forward)
     for f in functions:
         found = {id(x) for x in consts_of([f])}

@@ -1,4 +1,4 @@
-"""autograd.Function: every level goes through its backward, whatever its forward's own is."""
+"""autograd.Function: every level uses its backward, whatever the derivative of its forward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WithVmap(Cube):
 
 
 class Clipped(torch.autograd.Function):
-    """Two inputs, one of them no tensor; two outputs, one without a derivative."""
+    """Two inputs, one of them not a tensor; two outputs, one without a derivative."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -152,12 +152,12 @@ def test_old_style_custom_function() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "j" not in name])
 def test_old_style_at_several_levels(name: str) -> None:
-    """It has the derivative of the other one, of which torch.func knows."""
+    """It has the derivative of the new-style class, which torch.func supports."""
     same(FUNCTIONS[name](tsfunc, OldStyle.apply), FUNCTIONS[name](torch.func, Cube.apply))
 
 
 def test_a_method_taken_before_the_first_transform() -> None:
-    """``f = MyFunction.apply`` at the head of a module is how Functions are used."""
+    """``f = MyFunction.apply`` at the head of a module is the usual form."""
     code = """
         import torch
         class Tripled(torch.autograd.Function):
@@ -211,7 +211,7 @@ def test_an_argument_and_a_result_that_are_not_batched() -> None:
 
 
 class Broadcast(Two):
-    """Leaves it to the engine to sum what was broadcast, and ignores a cotangent's value."""
+    """A function that leaves broadcast sums to the engine, and ignores the cotangent's value."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
@@ -299,7 +299,7 @@ def test_a_program_writes_to_the_callers_argument_as_the_function_does() -> None
 
 
 def of_rule(rule: Callable[..., Any], generate: bool = False) -> Any:
-    """An autograd.Function whose vmap staticmethod is the given one."""
+    """Return an autograd.Function with the given vmap staticmethod."""
 
     class Ruled(torch.autograd.Function):
         generate_vmap_rule = generate
@@ -324,7 +324,7 @@ def of_rule(rule: Callable[..., Any], generate: bool = False) -> Any:
 
 
 def test_its_own_rule_gets_values_and_dims_of_containers() -> None:
-    """As torch gives them: the structure of the arguments, an entry for each tensor."""
+    """As in torch: the structure of the arguments, with an entry for each tensor."""
     seen: list[Any] = []
 
     def rule(info: Any, in_dims: Any, x: Tensor, others: Any, flag: bool) -> Any:
@@ -424,7 +424,7 @@ def test_a_rule_that_is_not_well_formed(cls: Any, message: str) -> None:
 
 
 class Times(torch.autograd.Function):
-    """With all of its derivatives."""
+    """A function with all derivatives."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ def test_tangents_of_tangents(name: str) -> None:
 
 
 def test_forward_mode_without_a_jvp() -> None:
-    """The derivative of the pullback, as for an operator without a formula."""
+    """The tangent is the derivative of the pullback, as for an operator without a formula."""
     for f in (OldStyle.apply, lambda x: Two.apply(x, x)[0]):  # type: ignore[no-untyped-call]
         want = tsfunc.vjp(f, W)[1](torch.ones(4))[0]
         same(tsfunc.jvp(f, (W,), (torch.ones(4),))[1], want)
@@ -506,7 +506,7 @@ def of_a_branch(f: Any) -> Any:
     ids=["itself", "in a branch", "with a rule"],
 )
 def test_programs_of_mapped_functions_keep_their_derivatives(cls: Any, wrap: Any) -> None:
-    """Wherever the vmap and the derivative stand: inside of the program, or outside."""
+    """The vmap and the derivative may be inside of the program, or outside."""
     grad, vmap, program = tsfunc.grad, tsfunc.vmap, tsfunc.specialize
     x, f = X[0], cls.apply
 
@@ -625,7 +625,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def test_arguments_by_keyword_are_those_by_position() -> None:
-    """Each level of a transform uses the class's derivative, however the call is written."""
+    """Each level of a transform uses the class's derivative for both forms of the call."""
     x, y = torch.rand(2, 3, 4)
 
     def of(call: Callable[[Tensor, Tensor], Tensor]) -> Any:
@@ -705,7 +705,7 @@ def test_other_functions_that_read_values_are_not_said_to_lack_a_rule() -> None:
 
 
 class LastRow(torch.autograd.Function):
-    """A view that does not begin where its argument does, with a rule for vmap."""
+    """A view that begins later than its argument does, with a rule for vmap."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

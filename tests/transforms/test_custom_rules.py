@@ -1,4 +1,4 @@
-"""custom_vjp, custom_jvp and custom_vmap: right under every transform, and what they refuse."""
+"""custom_vjp, custom_jvp and custom_vmap: right under every transform, and their refusals."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def halved_sine(x: torch.Tensor) -> torch.Tensor:
 
 @halved_sine.def_vmap
 def _halved(axis_size: int, in_batched: Any, x: torch.Tensor) -> Any:
-    # Not the function, to tell who was asked.
+    # Not the function, to show which rule ran.
     return x.sin() / 2, in_batched[0]
 
 

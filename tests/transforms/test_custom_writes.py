@@ -1,4 +1,4 @@
-"""Operators of one's own that write into their arguments, and have no rule."""
+"""Users' operators that write into their arguments, and have no rule."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ WRITES_ONE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES_ONE)
 def test_one_tensor_for_all_examples_is_not_written(name: str) -> None:
-    """The examples would write over each other."""
+    """The examples would overwrite each other's values."""
     y = Y[0].clone()
     with pytest.raises(RuntimeError, match="values that differ between examples into `y`"):
         tsfunc.vmap(WRITES_ONE[name], in_dims=(0, None))(X.clone(), y)

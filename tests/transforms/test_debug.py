@@ -1,4 +1,4 @@
-"""Prints, callbacks and checks inside of transforms: what runs, for which examples, how often."""
+"""Prints, callbacks and checks inside of transforms: which run, for which examples, how often."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.tensor([1.0, 2.0, 3.0])
 
 
 class Recorded:
-    """A function that calls back with its argument, and the values that it was called with."""
+    """A function that calls back with its argument, and the values of these calls."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []

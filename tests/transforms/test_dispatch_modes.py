@@ -1,4 +1,4 @@
-"""torch's dispatch modes around transforms: what they see, and that it stays differentiable."""
+"""torch's dispatch modes around transforms: the operators that they see, and differentiability."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_flops_of_a_batch_are_counted() -> None:
 
 
 class InPython(TorchDispatchMode):
-    """Calls torch's functions in Python, below autograd, in place of some operators."""
+    """A mode that calls torch's functions in Python, below autograd, in place of some operators."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -138,7 +138,7 @@ COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("mode", [InPython, lambda: FlopCounterMode(display=False)])
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_composite_operators_with_keyword_arguments_under_a_mode(name: str, mode: Any) -> None:
-    """The mode asks the operator for its parts, and does not get it again."""
+    """The mode decomposes the operator, and does not get it again."""
     f = COMPOSITE[name]
     for _ in range(4):
         x = torch.randn(3, 4)
@@ -165,7 +165,7 @@ class TenTimesBelow(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [TenTimes, TenTimesBelow])
 def test_a_mode_sees_a_program_run_and_not_its_trace(mode: Callable[[], Any]) -> None:
-    """It would do its part twice, and do it in calls outside of it too."""
+    """Otherwise it would act twice, and on calls outside of the program."""
     for first_inside in (True, False):
         f = specialize(lambda x: x.sin())
         for inside in (first_inside, True, False, True):
@@ -184,7 +184,7 @@ def test_the_default_device_is_a_mode_that_a_trace_keeps() -> None:
 
 
 class Noting(TorchDispatchMode):
-    """Notes the names of the operators that it sees."""
+    """A mode that notes the names of its operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ def test_a_write_reads_nothing_of_other_tensors() -> None:
     kept = []
 
     def f(x: Tensor) -> Tensor:
-        # A class with a layout of its own, which torch asks the innermost mode for.
+        # A class with a layout of its own, for which torch asks the innermost mode.
         rows = [torch.ones(2), torch.ones(3)]
         kept.append(torch.nested.nested_tensor(rows, layout=torch.jagged))
         out = torch.zeros(3)

@@ -22,7 +22,7 @@ INTERNALS = re.compile(
     r"|proxy_tensor|functorch|TraceTracer|_C\.|lifted_\d|__torch_\w+__|_lazy"
 )
 
-api: Any = tsfunc  # mistakes in types are mistakes for mypy too
+api: Any = tsfunc  # mistakes in types are mistakes for mypy, too
 X, W = torch.randn(5, 3), torch.randn(3, 2)
 MESH = api.VirtualMesh(i=2)
 
@@ -292,9 +292,9 @@ MISTAKES: dict[str, list[Call]] = {
         lambda: api.while_loop(lambda: True, lambda x: x, X),
     ],
 }  # fmt: skip
-# Classes that functions return, and names for extensions (docs/reference/extending.md).
-# Descriptors are below the part that folds tracebacks; a constructor and the entry of a ``with``
-# block show their frames too.
+# Classes of returned objects, and names for extensions (docs/reference/extending.md). Descriptors
+# are outside of the part that folds tracebacks; a constructor and the entry of a ``with`` block
+# show their frames, too.
 UNFOLDED = {
     "Descriptors", "Dim", "MetaTensorType", "VirtualMesh", "infer_descriptors", "mesh_axes",
 }  # fmt: skip
@@ -312,7 +312,7 @@ def test_every_public_function_is_called() -> None:
 
 
 def problems(error: BaseException, folded: bool = True) -> list[str]:
-    """Return the ways in which the text of an error is not what a user needs."""
+    """Return the defects of an error's text for a user."""
     text = "".join(traceback.format_exception(error))
     found = []
     if len(text.splitlines()) > 25:

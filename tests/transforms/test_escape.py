@@ -100,7 +100,7 @@ def test_each_use_is_an_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", USES)
 def test_a_value_that_all_examples_share_outlives_the_vmap(name: str) -> None:
-    """As in torch.func, whose modules keep such a value in a dict or a module."""
+    """torch.func's vmap allows it, and modules keep such values in a dict or an attribute."""
     kept: list[Any] = []
 
     def keeps(shared: Tensor, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_out_of_an_inner_vmap() -> None:
 
 
 def test_each_call_is_its_own() -> None:
-    """A value of an earlier call is not taken for one of this call."""
+    """A value of an earlier call is not mistaken for one of this call."""
     kept: list[Tensor] = []
 
     def func(x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_values_that_escape_in_an_exception() -> None:
 
 
 def test_the_result_of_grad_is_a_tensor() -> None:
-    """The outermost grad has no tracers: what is kept of it is an ordinary tensor."""
+    """The outermost grad has no tracers: a value that is kept is an ordinary tensor."""
     kept = []
     tsfunc.grad(lambda x: kept.append(x * 2) or (x * 2).sum())(X)  # type: ignore[func-returns-value]
     assert torch.equal(kept[0].detach(), X * 2)

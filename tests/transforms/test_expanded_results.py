@@ -82,7 +82,7 @@ class _SetUp(Function):
 
 
 class _WithContext(Function):
-    """Like the other class, with a ctx of ``forward``."""
+    """The same rule, with a ctx in ``forward``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""explain: which rule served which operator, from which line."""
+"""explain: the rule that served each operator, and the line of its call."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ W = torch.arange(4.0).cos()
 
 
 def line_of(func: Callable[..., Any], text: str) -> int:
-    """The line of a function that has the text."""
+    """Return the line of a function that contains the text."""
     lines, first = inspect.getsourcelines(func)
     (found,) = [first + i for i, line in enumerate(lines) if text in line]
     return found
 
 
 def only(report: CallReport, operator: str, **attributes: Any) -> OperatorUse:
-    """The one row of an operator with these attributes."""
+    """Return the only row of an operator with these attributes."""
     rows = [
         use
         for use in report.uses
@@ -93,12 +93,12 @@ def test_loops_are_flagged_and_do_not_warn() -> None:
         report = explain(vmap(f), X)
     (loop,) = report.loops
     assert loop.operator == "tsfunc_tests::fourthed"
-    assert loop.category == "Other"  # it has no fake kernel to tell by
+    assert loop.category == "Other"  # it has no fake kernel for a category
     assert loop.line == line_of(f, "fourthed")
     assert loop.rule == "one call for each of 3 examples"
     assert "! tsfunc_tests::fourthed" in str(report)
     assert "1 of" in report.summary
-    # The warning is still to come, where nobody explains.
+    # The warning is given at the first call without explain.
     with pytest.warns(SlowFallbackWarning, match="fourthed"):
         vmap(f)(X)
 

@@ -1,4 +1,4 @@
-"""A trace that fails leaves the thread whole, and its tracers refuse every use."""
+"""A trace that fails restores the thread, and its tracers refuse every use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tsfunc.errors import TsfuncError
 
 
 class Interrupt(BaseException):
-    """Like KeyboardInterrupt, no Exception."""
+    """Not an Exception, like KeyboardInterrupt."""
 
 
 ERRORS = (ValueError, RuntimeError, KeyboardInterrupt, Interrupt, GeneratorExit, StopIteration)
@@ -53,7 +53,7 @@ def thread_state() -> tuple[Any, ...]:
 
 
 class Counting(TorchFunctionMode):
-    """Calls a function before each of the user's calls, with the values that it has got."""
+    """Calls a function before each of the user's calls, with the values so far."""
 
     def __init__(self, before: Callable[[Any], None]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Counting(TorchFunctionMode):
 
 
 class Fails:
-    """Raises at the n-th time that it is asked."""
+    """Raises at the n-th call."""
 
     def __init__(self, at: int, error: type[BaseException]) -> None:
         self.left, self.error = at, error
@@ -86,7 +86,7 @@ def body(x: torch.Tensor) -> torch.Tensor:
 
 
 class Formula(torch.autograd.Function):
-    """A formula that calls what may raise, forward, backward and tangents."""
+    """A formula that makes calls that may raise: forward, backward and tangents."""
 
     fails: Callable[[], None]
 
@@ -264,7 +264,7 @@ def test_a_failed_trace_leaves_the_thread_and_the_next_trace_whole(
     raised: list[BaseException] = []
 
     def tries(x: torch.Tensor, *rest: torch.Tensor) -> Any:
-        if caught:  # the exception is freed while the trace goes on
+        if caught:  # the exception is freed during the trace
             try:
                 transformed(run)(x, *rest)
             except Exception:
@@ -281,7 +281,7 @@ def test_a_failed_trace_leaves_the_thread_and_the_next_trace_whole(
     assert thread_state() == before
     check_refused(kept[:3])
     assert thread_state() == before
-    raised.clear()  # what its traceback holds is freed
+    raised.clear()  # objects in its traceback are freed
     gc.collect()
     assert thread_state() == before
     g = tsfunc.grad(lambda x: body(x).sum())
@@ -317,7 +317,7 @@ def test_quantile_pushes_tangents_in_a_program() -> None:
 def test_an_error_from_printing_that_is_kept_does_not_change_the_thread_when_it_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The function patches torch while it is traced, and the trace undoes what monkeypatch noted.
+    # The function patches torch during its trace, and the trace removes the patches.
     monkeypatch.setattr(FakeTensorMode, "dispatch", FakeTensorMode.dispatch)
     monkeypatch.setattr("torch._tensor_str._str_intern", torch._tensor_str._str_intern)
     before = thread_state()

@@ -1,4 +1,4 @@
-"""jvp: as torch.func's, and what it refuses."""
+"""jvp agrees with torch.func's; its refusals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_is_the_jacobian_times_the_direction(shape: list[int]) -> None:
 
 
 def test_without_a_forward_formula() -> None:
-    """Double backward stands in."""
+    """Double backward serves it."""
 
     def func(x: Tensor) -> Tensor:
         return torch.igamma(torch.ones_like(x), x)  # 1 - exp(-x)
@@ -175,7 +175,7 @@ def test_without_a_forward_formula_for_the_type(dtype: torch.dtype) -> None:
 
 
 class Squared(torch.autograd.Function):
-    """Without a forward formula."""
+    """A function without a forward formula."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ cubed.register_vmap(lambda info, in_dims, x: (cubed(x), in_dims[0]))
 
 
 def test_custom_operators_have_a_pullback_alone() -> None:
-    """Their tangents torch itself forgets."""
+    """torch itself drops their tangents."""
     x, t = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([1.0, 0.5, 2.0])
     assert not torch.func.jvp(cubed, (x,), (t,))[1].any()
     want = x**3, 3 * x**2 * t
@@ -271,7 +271,7 @@ def test_inside_of_ordinary_forward_mode() -> None:
 
 
 def test_where_forward_mode_was_switched_off() -> None:
-    """A caller's switch is no business of jvp's; one inside of the function is."""
+    """jvp ignores a switch outside of the function, and respects one inside."""
     with fwd._set_fwd_grad_enabled(False):
         same(tsfunc.jvp(torch.sin, (X,), (Y,))[1], X.cos() * Y)
         same(tsfunc.vmap(lambda x, t: tsfunc.jvp(torch.sin, (x,), (t,))[1])(X, Y), X.cos() * Y)
@@ -486,9 +486,9 @@ def test_a_jvp_takes_no_tangent_of_one_around_it_for_its_own(name: str, run: Any
 def test_a_gradient_of_a_tangent_is_that_of_double_backward(
     f: Callable[[Tensor], Tensor], through: Any
 ) -> None:
-    """Formulas of tangents that write into saved values, or take what is read for constant.
+    """Formulas of tangents that write into saved values, or that treat read values as constants.
 
-    A checkpoint saves by hooks, where autograd does not see that a saved value was written to.
+    A checkpoint saves by hooks, for which autograd does not notice writes to a saved value.
     """
     x = torch.tensor([[0.4, 0.9], [0.3, -1.0], [1.2, 0.1]], dtype=torch.float64)
     t = torch.tensor([[1.0, -0.5], [0.25, 2.0], [0.7, 0.3]], dtype=torch.float64)
@@ -585,7 +585,7 @@ def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.la
     primal, tangent = (
         torch.nested.as_nested_tensor(each, layout=layout) for each in (rows, directions)
     )
-    if layout is torch.jagged:  # torch takes tensors with offsets of their own for ragged otherwise
+    if layout is torch.jagged:  # torch compares their offsets
         nested: Any = primal  # torch declares the methods of this class for no tensor
         tangent = torch.nested.nested_tensor_from_jagged(torch.cat(directions), nested.offsets())
     out, pushed = tsfunc.jvp(lambda x: x.sin() * x, (primal,), (tangent,))

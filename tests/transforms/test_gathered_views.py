@@ -1,4 +1,4 @@
-"""Views at places that differ from example to example: what is written there reaches the tensor."""
+"""Views at positions that differ between examples: writes through them reach the tensor."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-# Python asks a tensor that is no tracer for these before anybody sees the call.
+# Python reads these from a plain tensor before any handler runs.
 ASKED_BY_PYTHON = ("a slice of its own", "select", "select by name", "transposed")
 
 
@@ -136,7 +136,7 @@ def test_written_in_place(name: str) -> None:
     same(both, loop(lambda i, p: loop(lambda y: func(y, i, p), 4)(Y), 4)(I, P))
 
 
-# torch's autograd itself refuses these.
+# torch's autograd refuses these, too.
 NOT_DIFFERENTIABLE = ("one of several", "each of several", "out=", "two that overlap", "data")
 
 
@@ -161,9 +161,9 @@ def test_derivatives_of_writes_to_gathered_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_programs_of_writes_to_gathered_views(name: str) -> None:
-    """One index of a program that serves all, and the indices of a batch in one program."""
+    """One index that all examples share, and the indices of a batch, in one program."""
     func = written(CHANGES[name])
-    if "slice of its own" not in name and name != "transposed":  # whose sizes a trace can't know
+    if "slice of its own" not in name and name != "transposed":  # sizes unknown in a trace
         program = tsfunc.specialize(func)
         same(torch.stack([program(*given) for given in zip(Y, I, P, strict=True)]),
              loop(func, 4)(Y, I, P))  # fmt: skip
@@ -171,7 +171,7 @@ def test_programs_of_writes_to_gathered_views(name: str) -> None:
 
 
 class Program:
-    """Views of views and writes through them, as numbers say; what the calls do torch decides."""
+    """Views of views and writes through them, from random numbers; torch defines the results."""
 
     VIEWS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
         lambda v, i, p: v[i % v.shape[0]],
@@ -227,7 +227,7 @@ def test_any_program_of_views_and_writes(
         return  # torch refuses it
     try:
         same(vmap(program)(Y, I, P), want, equal_nan=True)
-    except RuntimeError as error:  # nor has every batch of views a view of its own
+    except RuntimeError as error:  # for a batch, some of these views do not exist
         assert "view size is not compatible" in str(error)
         return
     if nested:
@@ -278,7 +278,7 @@ def test_a_view_is_returned_as_the_tensor_was_left() -> None:
 
 
 def test_viewed_where_the_batch_lies_between_its_dims() -> None:
-    """The view is laid out anew, and what it is a view of with it."""
+    """The view changes its memory layout, and so does its base."""
 
     def func(i: Tensor) -> tuple[Tensor, Tensor]:
         y = Y.clone()
@@ -290,7 +290,7 @@ def test_viewed_where_the_batch_lies_between_its_dims() -> None:
 
 
 def test_an_index_that_is_the_same_for_all_is_a_number() -> None:
-    """Then what it gives is torch's own view, with no copy."""
+    """The result is torch's own view, without a copy."""
 
     def func(y: Tensor, i: Tensor) -> Tensor:
         y = y.clone()
@@ -303,7 +303,7 @@ def test_an_index_that_is_the_same_for_all_is_a_number() -> None:
 
 
 def test_gathered_in_the_bodies_of_loops_of_a_program() -> None:
-    """The version of the tensor is read where function modes of bodies are active."""
+    """Function modes of the bodies are active when the version of the tensor is read."""
     x = Y[:, :, 0]
 
     def row(y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""linear_solve and implicit_root: the derivatives are the solution's, however it was found."""
+"""linear_solve and implicit_root: derivatives of the solution do not depend on the solver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def solved(a: Tensor, b: Tensor) -> Any:
-    """By a solver that nobody could differentiate."""
+    """Solve by a function that autograd can't differentiate."""
 
     def solve(matvec: Function, b: Tensor) -> Any:
         return torch.linalg.solve(a.detach(), b.detach())
@@ -37,7 +37,7 @@ def solved(a: Tensor, b: Tensor) -> Any:
 
 
 def iterated(a: Tensor, b: Tensor) -> Any:
-    """Jacobi's iteration, which asks ``matvec`` alone."""
+    """Solve by Jacobi's iteration, which uses ``matvec`` alone."""
 
     def solve(matvec: Function, b: Tensor) -> Any:
         return tsfunc.fori_loop(0, 200, lambda i, x: x + (b - matvec(x)) / 8, torch.zeros_like(b))
@@ -46,7 +46,7 @@ def iterated(a: Tensor, b: Tensor) -> Any:
 
 
 def rooted(a: Tensor, b: Tensor) -> Any:
-    """A linear equation is one whose root is sought."""
+    """Solve a linear equation as a root of its residual."""
 
     def solve(f: Function, x: Tensor) -> Any:
         return torch.linalg.solve(a.detach(), b.detach())
@@ -216,7 +216,7 @@ def test_solvers_of_plain_tensors_may_look_at_data() -> None:
 
     def bisected(f: Function, x: Tensor) -> Any:
         low, high = torch.zeros_like(x), torch.full_like(x, 10.0)
-        while (high - low).max() > 1e-12:  # Python's loop, and how often
+        while (high - low).max() > 1e-12:  # Python's loop, and the number of its steps
             middle = (low + high) / 2
             low, high = (
                 torch.where(f(middle) < 0, middle, low),
@@ -265,7 +265,7 @@ def test_tensors_of_the_guess_and_the_solver_have_no_derivative() -> None:
     x = torch.tensor(1.0, dtype=F64)
     assert [g.item() for g in grad(f, (0, 1))(x, x)] == [0.0, 0.0]
     f(x, x).backward()
-    assert a.grad == 1  # a tensor that is closed over, by torch's own backward
+    assert a.grad == 1  # a captured tensor, by torch's own backward
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.complex128])

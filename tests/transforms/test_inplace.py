@@ -1,4 +1,4 @@
-"""Writes in place: to batched values, views of them, inputs; and those that are refused."""
+"""Writes in place: to batched values, views of them, and inputs; refused writes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_written_in_place(name: str) -> None:
     same(vmap(vmap(func))(both), loop(loop(func, 3), 2)(both))
 
 
-# torch's autograd itself refuses these.
+# torch's autograd refuses these, too.
 NOT_DIFFERENTIABLE = ("mul_ itself", "one of several views", "a split")
 
 
@@ -91,7 +91,7 @@ def test_derivatives_of_writes_in_place(name: str) -> None:
 
 
 def _in_shape(x: Tensor, change: Callable[[Tensor], Any], of_view: bool) -> Tensor:
-    """The shape of a tensor with views is changed, or that of a view, and then it is written."""
+    """Change the shape of a tensor with views, or of a view, and then write into it."""
     y = x * 1.5
     view = y[:, 1:]
     changed = view if of_view else y
@@ -219,7 +219,7 @@ def test_one_from_outside_is_refused(name: str) -> None:
 
 
 def test_an_outer_batch_is_not_the_inner_one() -> None:
-    """Batched over the outer vmap, the tensor has no place for the inner one's examples."""
+    """The tensor is batched over the outer vmap alone, so it has no dim for the inner examples."""
     x = torch.ones(3)
     with pytest.raises(RuntimeError, match="inplace arithmetic"):
         vmap(vmap(lambda a, b: a.add_(b), in_dims=(None, 0)))(x, torch.ones(3, 5))
@@ -234,13 +234,13 @@ def test_resize(size: tuple[int, ...]) -> None:
         return x.clone().resize_(size) * 2
 
     same(vmap(func)(X), loop(func, 3)(X))
-    known = X[..., 0].numel()  # what lies behind these is not defined
+    known = X[..., 0].numel()  # elements beyond these are undefined
     got, want = vmap(func, in_dims=2)(X), loop(func, X.shape[2], 2)(X)
     same(got.flatten(1)[:, :known], want.flatten(1)[:, :known])
 
 
 def test_a_detached_alias_follows_a_write() -> None:
-    """Replacing the written tensor must not leave what shares its memory behind."""
+    """Replacing the written tensor must update aliases of its memory."""
     outer, inner = torch.randn(2, 3), torch.randn(4, 3)
 
     def write(u: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An exception that a signal handler raises at any step leaves the thread as it was."""
+"""An exception that a signal handler raises at any step leaves the thread's state unchanged."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def observed() -> dict[str, Any]:
-    """The state of the thread, as far as it can be read."""
+    """Return the state of the thread, as far as it can be read."""
     return {
         "include": str(torch._C._dispatch_tls_local_include_set()),
         "exclude": str(torch._C._dispatch_tls_local_exclude_set()),
@@ -189,9 +189,9 @@ MEMBERS = vars(Owner).keys() | set()
 
 @contextlib.contextmanager
 def raising_after(events: int) -> Iterator[list[int]]:
-    """Raise at the step of that number: as a function begins, or after a call into C.
+    """Raise at a numbered step: when a function begins, or after a call into C.
 
-    There Python runs signal handlers.
+    Python runs signal handlers at these points.
     """
     count = [0]
 
@@ -228,7 +228,7 @@ def hold(name: str, chosen: Callable[[int], list[int]]) -> None:
 
 @pytest.fixture(autouse=True)
 def ignored_in_destructors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt in a destructor is reported, and lost."""
+    """Python reports an interrupt in a destructor, and drops it."""
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
 
 
@@ -288,7 +288,7 @@ def test_another_thread_can_use_forward_mode_afterwards() -> None:
 
 
 def test_inside_of_contexts_that_stay() -> None:
-    """The state before the call is restored, not the state of a fresh thread."""
+    """The state from before the call is restored, not that of a fresh thread."""
     f = FUNCTIONS["vmap of grad"]
     f(X)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -328,7 +328,7 @@ def test_inside_of_modes_and_hooks_that_stay(name: str) -> None:
 
 
 def test_inside_of_a_mode_that_enters_itself_again() -> None:
-    """FlopCounterMode does so in its handler, and keeps a flag for each time."""
+    """FlopCounterMode enters itself in its handler, and keeps a flag for each entry."""
     f = tsfunc.vmap(lambda x: x.sin() @ x)
     f(X)
     with FlopCounterMode(display=False), raising_after(-1) as count:
@@ -363,7 +363,7 @@ def test_contexts_of_torch_that_the_function_enters() -> None:
 
 
 def test_an_interrupt_while_the_state_is_restored() -> None:
-    """A second exception, at any step of the first one's way out, changes nothing."""
+    """A second exception, at any step of the first one's handling, changes nothing."""
 
     def fails(x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)
@@ -380,7 +380,7 @@ def test_an_interrupt_while_the_state_is_restored() -> None:
 
 
 def test_random_numbers_after_an_interrupted_repetition() -> None:
-    """A checkpoint draws the same numbers again; the generator goes on from where it was."""
+    """A checkpoint draws the same numbers again; the generator continues from its last state."""
     f = tsfunc.grad(tsfunc.checkpoint(lambda x: (x * torch.rand_like(x)).sum().sin()))
     f(X)
     torch.manual_seed(3)
@@ -400,7 +400,7 @@ def test_random_numbers_after_an_interrupted_repetition() -> None:
     "names, times, seconds",
     [
         (("program that assigns", "program", "hessian"), 60, 5e-3),
-        # The threads take torch's dual level from each other as often as Python lets them.
+        # The threads take torch's dual level from each other at Python's shortest switch interval.
         (("jvp", "hessian"), 800, 5e-6),
     ],
     ids=["programs", "jvps"],
@@ -408,7 +408,7 @@ def test_random_numbers_after_an_interrupted_repetition() -> None:
 def test_an_interrupt_while_another_thread_runs_transforms(
     names: tuple[str, ...], times: int, seconds: float
 ) -> None:
-    """The other thread goes on, and both threads give right results afterwards.
+    """The other thread continues, and both threads return right results afterwards.
 
     Args:
         seconds: the time after which Python lets the other thread run.
@@ -489,7 +489,7 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
-    """A module that is imported halfway may never be imported again."""
+    """A module whose import is interrupted may never be imported again."""
     done = []
 
     def register() -> None:
@@ -548,7 +548,7 @@ def test_an_error_of_torchs_that_replaces_an_interrupt(name: str, interrupt: Bas
         try:
             block(failing, interrupt)
         except RuntimeError as error:
-            raise ValueError("no result") from error  # as a backend's error becomes an ExportError
+            raise ValueError("no result") from error  # as a backend's error becomes one
         return x.sum()
 
     transforms: dict[str, Callable[[Tensor], Any]] = {

@@ -1,4 +1,4 @@
-"""jacrev, jacfwd, hessian: as torch.func's, and what they refuse."""
+"""jacrev, jacfwd and hessian agree with torch.func's; their refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_jacobians_in_chunks_equal_whole_ones(chunk_size: int | None) -> None:
 
 @pytest.mark.parametrize("jac", ["jacrev", "jacfwd"])
 def test_another_argument_is_written_into(jac: str) -> None:
-    """It holds what the function wrote, also where the derivative goes through it."""
+    """The argument has the written values, even if the derivative depends on them."""
 
     def overwritten(x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(x * x)
@@ -83,7 +83,7 @@ def test_another_argument_is_written_into(jac: str) -> None:
 
 
 def test_a_chunk_of_one_is_no_vmap() -> None:
-    """A backward pass may then do what a vmap refuses."""
+    """A backward pass may then use operations that a vmap refuses."""
 
     class Picky(torch.autograd.Function):
         @staticmethod
@@ -110,7 +110,7 @@ def test_preallocate_is_accepted() -> None:
 @settings(max_examples=30)
 @given(shape=st.lists(st.integers(1, 3), max_size=2), out=st.lists(st.integers(1, 3), max_size=2))
 def test_any_shape(shape: list[int], out: list[int]) -> None:
-    """Both are the Jacobian that plain autograd has, row by row."""
+    """Both agree with the Jacobian of plain autograd, row by row."""
     weights = torch.randn([*out, *shape], dtype=torch.float64)
     x = torch.randn(shape, dtype=torch.float64)
 

@@ -39,7 +39,7 @@ NESTINGS: dict[str, tuple[Callable[[Callable[[Tensor], Tensor]], Any], Tensor]] 
 
 @pytest.mark.parametrize("name", NESTINGS)
 def test_stopped_values_are_constants(name: str) -> None:
-    """As a function of two arguments, of which only one is differentiated by."""
+    """The reference is a function of two arguments that is differentiated by one."""
     build, x = NESTINGS[name]
     constant = x.sin()
     got = build(half_known)(x)
@@ -82,7 +82,7 @@ def test_hvp_under_transforms() -> None:
     each = torch.stack([product(x) for x in XS])
     same(vmap(product)(XS), each)
     same(specialize(vmap(product))(XS), each)
-    # By hand: f'' is 2 cos x - x sin x, and the product x f''.
+    # By hand: f'' is 2 cos x - x sin x, times x, which gives x f''.
     want = (2 * X.cos() - X * X.sin()) + X * (-3 * X.sin() - X * X.cos())
     same(grad(lambda x: product(x).sum())(X), want)
     same(tsfunc.jacfwd(product)(X), want.diag())

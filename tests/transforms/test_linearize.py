@@ -52,7 +52,7 @@ def test_as_jvp(name: str) -> None:
     same(push(*tangents), push(*tangents))
 
 
-# torch.func's traces the function, and warns of how it does that.
+# torch.func's linearize traces the function, and warns about its trace.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @pytest.mark.parametrize("name", ["one", "several", "a tuple"])
 def test_as_torch_func(name: str) -> None:
@@ -180,7 +180,7 @@ def test_an_auxiliary_part_is_passed_through(run: Any) -> None:
         torch.testing.assert_close(found, expected)
         assert not found.requires_grad
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own linearize warns of its graph
+        warnings.simplefilter("ignore")  # torch's own linearize warns about its graph
         same(torch.func.functionalize(f)(Y)[2], Y)
 
 
@@ -242,7 +242,7 @@ MATRICES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("use", MATRICES)
 @pytest.mark.parametrize("derivative", ["vjp", "linearize"])
 def test_recorded_derivatives_inside_of_a_jvp(derivative: str, use: str) -> None:
-    """The values that a pullback has saved carry tangents of the outer jvp alone."""
+    """The saved values of a pullback carry tangents of the outer jvp alone."""
 
     def f(x: Tensor, v: Tensor) -> Any:
         _, recorded = getattr(tsfunc, derivative)(torch.sin, x)

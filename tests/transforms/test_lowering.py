@@ -1,4 +1,4 @@
-"""Programs made ahead of any call, and what a program was made for."""
+"""Programs made before any call, and the arguments that a program was made for."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import tsfunc
 
 
 class Shifted(torch.autograd.Function):
-    """``torch.roll`` of the last dim, by a composite operator; its derivative is one of its own."""
+    """``torch.roll`` of the last dim, by a composite operator, with its own derivative."""
 
     generate_vmap_rule = True
 
@@ -35,7 +35,7 @@ def loss(shift: Callable[..., Any]) -> Callable[[Tensor], Any]:
     return lambda x: (shift(x.sin(), 1) * shift(x.exp(), 2)).sum()
 
 
-# Each jacrev pulls back inside of a vmap that begins after the vmap inside of it ended.
+# Each jacrev pulls back inside of a vmap that begins after the inner vmap ended.
 TOWERS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
     "jacrev(jacrev)": lambda T, f, x: T.jacrev(T.jacrev(f))(x[0]),
     "jacrev(jacrev(jacrev))": lambda T, f, x: T.jacrev(T.jacrev(T.jacrev(f)))(x[0]),

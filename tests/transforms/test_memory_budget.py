@@ -1,4 +1,4 @@
-"""The free memory, read from the system's files, which the tests make up."""
+"""The free memory according to system files, which the tests make up."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_default_budget_is_half_of_the_free_memory(monkeypatch: pytest.Monke
 
 
 def test_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The free memory is the driver's, plus the memory that torch's allocator keeps for later."""
+    """The free memory is the driver's, plus the memory that torch's allocator has reserved."""
     told = {"get_memory_info": (700, 1000), "memory_reserved": 200, "memory_allocated": 150}
     for name, value in told.items():
         monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)

@@ -1,4 +1,4 @@
-"""State that modules write to while they run: running statistics, power iterations, dropout."""
+"""State that modules write during a call: running statistics, power iterations, dropout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def normed(norm: nn.Module) -> nn.Module:
 
 
 def called(model: nn.Module) -> Callable[[State, State, Tensor], tuple[Tensor, State]]:
-    """The model as a function that returns what its buffers become."""
+    """Return the model as a function that returns its updated buffers."""
 
     def call(params: State, buffers: State, x: Tensor) -> tuple[Tensor, State]:
         buffers = {name: value.clone() for name, value in buffers.items()}
@@ -48,7 +48,7 @@ def called(model: nn.Module) -> Callable[[State, State, Tensor], tuple[Tensor, S
 
 
 def test_running_statistics_come_back_for_each_example() -> None:
-    """The plain case: buffers are arguments, and what they become is returned."""
+    """The plain case: buffers are arguments, and updated buffers are results."""
     model = normed(nn.BatchNorm1d(4))
     params, buffers = state(model)
     call, x = called(model), examples(6, 4)
@@ -108,7 +108,7 @@ def test_running_statistics_of_a_batch_of_modules(name: str, training: bool) -> 
 
 @pytest.mark.parametrize("name", ["batch", "images", "instance, with statistics"])
 def test_each_model_has_its_own(name: str) -> None:
-    """Stacked state is written where it is, as a module's own is."""
+    """Stacked state is written in place, like a module's own state."""
     make, shape = NORMS[name]
     models = [normed(make()) for _ in range(SIZE)]
     params, buffers = stack_module_state(models)
@@ -172,7 +172,7 @@ def test_a_captured_modules_update_is_refused_with_the_rewrite() -> None:
         vmap(lambda b, x: functional_call(model, (params, b), (x,)), (None, 0))(buffers, x)
     same(model[1].running_mean, before)  # type: ignore[index]
 
-    # What the message shows runs.
+    # The code in the message runs.
     message = str(caught.value)
     assert "model.eval()" in message and "GroupNorm" in message
     shown = re.search(r"\n\n(    def call.*?)\n\nOr have", message, re.S)
@@ -185,7 +185,7 @@ def test_a_captured_modules_update_is_refused_with_the_rewrite() -> None:
 
 
 class Counting(nn.Module):
-    """Assigns a buffer, where other layers write into one."""
+    """A layer that assigns a buffer; other layers write into one."""
 
     count: Tensor
 
@@ -324,7 +324,7 @@ def test_dropout_by_randomness(name: str) -> None:
         torch.manual_seed(0)
         return vmap(layer, randomness="split", **options)(x)  # type: ignore[no-any-return]
 
-    # Lanes' numbers do not depend on how many there are, or on chunks.
+    # The numbers of an active subset do not depend on its size, or on chunks.
     same(split(x)[:4], split(x[:4]))
     same(split(x), split(x, chunk_size=4))
     same(vmap(make().eval())(x), x)

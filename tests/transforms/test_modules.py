@@ -1,4 +1,4 @@
-"""nn.Modules under vmap and grad: per-example gradients, ensembles, closed-over parameters."""
+"""nn.Modules under vmap and grad: per-example gradients, ensembles, captured parameters."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def detached(module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_per_example_gradients(name: str) -> None:
-    """Equal to a loop of plain backward passes."""
+    """They agree with a loop of plain backward passes."""
     make, shape, call = MODULES[name]
     module = make().double()
     x = torch.randn(shape, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_mapped_over_inputs_alone(name: str) -> None:
         same(vmap(run)(x), want.detach())
 
 
-# stack_module_state takes a parametrised module for one of another class each.
+# stack_module_state rejects parametrised modules as modules of different classes.
 @pytest.mark.parametrize("name", [n for n in MODULES if n != "weight norm"])
 def test_ensemble(name: str) -> None:
     make, shape, call = MODULES[name]
@@ -234,7 +234,7 @@ def test_the_module_itself_is_mapped() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 class TestRecurrentModulesCalledAsFunctions:
-    """After torch's own ``functional_call`` they go on with the weights of the call."""
+    """After torch's own ``functional_call`` they keep the weights of the call."""
 
     def test_the_module_is_as_it_was(self, kind: Any) -> None:
         module, x = kind(3, 4), torch.randn(5, 3)

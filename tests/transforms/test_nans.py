@@ -1,4 +1,4 @@
-"""The first NaN: the operator, the user's line and the example that an error names."""
+"""The first NaN: the error names the operator, the user's line and the example."""
 
 from __future__ import annotations
 

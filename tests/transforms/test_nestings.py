@@ -1,4 +1,4 @@
-"""Functions with rules, checkpoints and control flow in one another, under nested transforms.
+"""Functions with rules, checkpoints and control flow inside of each other, under nested transforms.
 
 A nesting is a word, whose letters are applied from its end to a function of a vector. Each wrapper
 leaves the function's derivatives as they are (or is plain Python's ``if`` or ``for`` instead), so
@@ -90,7 +90,7 @@ def itself(f: Map) -> Map:
     return f
 
 
-# Of each letter what it is of ours, and what it is without us.
+# For each letter, the wrapper with tsfunc and the plain one.
 LETTERS: dict[str, tuple[Wrap, Wrap]] = {
     "v": (with_vjp, itself),
     "j": (with_jvp, itself),
@@ -105,7 +105,7 @@ LETTERS: dict[str, tuple[Wrap, Wrap]] = {
 
 
 def agrees(word: str) -> None:
-    """The word is of ours what it is without us."""
+    """Check that a word has the same result with tsfunc's wrappers and with plain ones."""
     ours: Map = smooth
     plain: Map = smooth
     for letter in reversed(word):
@@ -116,25 +116,25 @@ def agrees(word: str) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "Jj",  # a jvp in the rule of a function that is pushed through
+        "Jj",  # a jvp in the rule of a function under jvp
         "JJj",
         "VJj",
         "GJj",
-        "JvJ",  # in the function itself
+        "JvJ",  # a jvp in the function itself
         "JVvJ",
         "VJvJ",
-        "JvkV",  # a checkpoint in the forward of one
+        "JvkV",  # a checkpoint in the forward of a rule
         "JGvk",
         "Jjkv",
-        "kJv",  # a checkpoint whose function is run again within its own jvp
+        "kJv",  # a checkpoint whose rerun is inside of its own jvp
         "kJG",
         "kJvV",
         "GkJvc",
-        "GJkj",  # when its jvp is over
+        "GJkj",  # a rerun after its jvp has ended
         "GJJk",
         "GVjG",  # a gradient in a rule that is transposed
         "GVjGk",
-        "JkvS",  # a trace in a checkpoint that looks for tangents
+        "JkvS",  # a trace in a checkpoint that checks for tangents
         "JSJk",
     ],
 )
@@ -144,7 +144,7 @@ def test_nestings_that_meet_one_another_s_tangents(word: str) -> None:
 
 @pytest.mark.parametrize("over", [lambda f: f, vmap, specialize], ids=["", "vmap", "specialize"])
 def test_a_product_with_a_hessian_is_differentiated_by_its_direction(over: Any) -> None:
-    """The tangent of the gradient depends on it, and the gradient does not."""
+    """The tangent of the gradient depends on the direction, and the gradient does not."""
 
     def product(t: Tensor) -> Tensor:
         pushed: Tensor = jvp(grad(lambda x: smooth(x).sum()), (X,), (t,))[1]

@@ -17,7 +17,7 @@ S = torch.tensor(0.7)
 
 
 class Once(torch.autograd.Function):
-    """A function whose derivative can't be differentiated."""
+    """A function with a derivative that can't be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, power: int) -> Tensor:

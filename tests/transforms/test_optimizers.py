@@ -99,8 +99,8 @@ def test_steps_are_those_of_torch(name: str, form: str) -> None:
         torch.testing.assert_close(params, by_torch(name, x), rtol=1e-4, atol=1e-5)
 
 
-# Torch's own differentiable steps of RAdam give NaN before its sixth step, those of ASGD raise an
-# error, and Muon and foreach steps have none.
+# torch's differentiable RAdam returns NaN before its sixth step, ASGD raises an error, and Muon and
+# foreach steps are not differentiable.
 NOT_DIFFERENTIABLE = ("RAdam", "ASGD", "Muon", "Adam, foreach")
 
 

@@ -14,7 +14,7 @@ GRAD: Any = tsfunc.grad
 X = torch.tensor([0.3, -0.7], dtype=torch.float64)
 Y = torch.tensor([1.1, 0.2, -0.4], dtype=torch.float64)
 
-# Each returns what a derivative by y passes through: it does not depend on y.
+# Each returns a value that a derivative by y passes through: it does not depend on y.
 PASSED: dict[str, Callable[[Any], Any]] = {
     "vjp": lambda given: VJP(lambda y: given, Y)[0],
     "vjp, aux": lambda given: VJP(lambda y: (y * 2, given), Y, has_aux=True)[2],
@@ -38,7 +38,7 @@ def directly(function: Any, x: torch.Tensor) -> Any:
 
 
 def under_vmap(function: Any, x: torch.Tensor) -> Any:
-    """Call the function for each of two examples, which close over ``x``."""
+    """Call the function for each of two examples, which capture ``x``."""
     return tsfunc.vmap(lambda factor: function(x) * factor)(torch.ones(2, dtype=x.dtype)).sum(0) / 2
 
 

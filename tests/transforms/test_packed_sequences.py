@@ -38,7 +38,7 @@ def test_against_the_loop(name: str, batch_first: bool, lengths: list[int]) -> N
     expected = stacked([f(x) for x in batch])
     for dim in range(3):
         torch.testing.assert_close(tsfunc.vmap(f, in_dims=dim)(batch.movedim(0, dim)), expected)
-    # Autograd differentiates through the layer by its closed-over weights.
+    # Autograd differentiates through the layer by its captured weights.
     tsfunc.vmap(lambda x: f(x)[0].sin().sum())(batch).sum().backward()
     grads = torch.autograd.grad(sum(f(x)[0].sin().sum() for x in batch), list(layer.parameters()))
     torch.testing.assert_close([p.grad for p in layer.parameters()], list(grads))
@@ -90,7 +90,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_program_for_all_lengths(name: str) -> None:
-    """A program has the lengths as an input, also where it differentiates and vmaps."""
+    """The lengths are an input of the program, under derivatives and vmap, too."""
     layer = LAYERS[name](dtype=torch.float64, batch_first=True)
     weights = {key: value.detach() for key, value in layer.named_parameters()}
 

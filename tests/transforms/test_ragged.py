@@ -1,4 +1,4 @@
-"""Examples of differing sizes: nested tensors as inputs of ``vmap``, and as its results."""
+"""Examples of different sizes: nested tensors as inputs of ``vmap``, and as its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tsfunc.errors import DataDependentError
 
 split = functools.partial(vmap, data_dependent="split")
 
-# The layout's own tests of whether it is traced say so in a log once.
+# The layout logs once that it is traced.
 Tensors = list[Tensor]
 
 
@@ -36,7 +36,7 @@ def examples_of(lengths: list[int], *rest: int) -> Tensors:
 
 
 def same_examples(got: Any, want: Tensors, **tolerance: Any) -> None:
-    """Whatever holds the examples: a nested tensor, a list, or a tensor of all."""
+    """Compare the examples in a nested tensor, a list, or a stacked tensor."""
     each = got if isinstance(got, list) else got.unbind(0)
     assert len(each) == len(want)
     for g, w in zip(each, want, strict=True):
@@ -109,7 +109,7 @@ def test_beside_tensors_and_unmapped_inputs() -> None:
 
 
 def test_two_nested_inputs() -> None:
-    """Examples run together where the sizes of both agree."""
+    """Examples run together if the sizes of both agree."""
     queries, keys = examples_of([2, 2, 3, 2], 4), examples_of([5, 1, 1, 5], 4)
     got = vmap(lambda q, k: (q @ k.T).softmax(1) @ k)(nested(queries), nested(keys))
     want = [(q @ k.T).softmax(1) @ k for q, k in zip(queries, keys, strict=True)]
@@ -123,7 +123,7 @@ def test_results_combine_with_inputs_of_the_same_lengths() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_results_have_the_layout_of_the_inputs() -> None:
-    """The strided one has examples that differ in any of their dims."""
+    """In the strided layout, examples may differ in any of their dims."""
     xs = [torch.randn(n, 3) for n in (2, 4, 1)]
     ys = [torch.randn(3, n) for n in (5, 2, 3)]
     x, y = torch.nested.nested_tensor(xs), torch.nested.nested_tensor(ys)

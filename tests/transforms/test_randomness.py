@@ -67,7 +67,7 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dims", [(0, 0), (1, 1), (0, 1), (1, 0), (1, None), (None, 1)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layout_does_not_decide(name: str, dims: tuple[int | None, int | None]) -> None:
-    """The numbers are those of torch.func, wherever the examples lie."""
+    """The numbers are those of torch.func, for every batch dim."""
     values = [
         x[0] if d is None else x.movedim(0, d).clone() for x, d in zip((X, X), dims, strict=True)
     ]
@@ -136,7 +136,7 @@ def test_in_place_on_one_from_outside() -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
 def test_draws_into_tensors_made_inside(randomness: str) -> None:
-    """It becomes the batch's, with all that shares its memory."""
+    """The tensor becomes batched, and so do all its aliases."""
 
     def drawn(x: Tensor) -> tuple[Tensor, Tensor]:
         noise = torch.empty(6)
@@ -159,7 +159,7 @@ def test_draws_into_tensors_made_inside(randomness: str) -> None:
 
 
 def test_views_that_autograd_refuses_to_read_do_not_matter() -> None:
-    """A write looks for other tensors with the same memory, among all tensors of the process."""
+    """A write searches all tensors of the process for aliases."""
     base = torch.zeros(4)
     with torch.no_grad():
         stale = base[1:]
@@ -250,7 +250,7 @@ def test_out_where_no_vmap_is_active() -> None:
     ids="poisson bernoulli binomial gamma dirichlet multinomial normal bernoulli_ p".split(),
 )
 def test_one_draw_for_distributions_that_differ(draw: Callable[[Tensor], Tensor]) -> None:
-    """Refused in torch.func's words; one distribution for all is drawn from once."""
+    """The refusal has torch.func's words; a shared distribution is drawn from once."""
     p = X + 0.2
     for T in (tsfunc, torch.func):
         with pytest.raises(RuntimeError, match="not currently support same randomness with a batc"):
@@ -274,7 +274,7 @@ def test_chances_of_each_example_for_one_tensor_from_outside() -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
 def test_out_of_each_example(randomness: str) -> None:
-    """Batched tensors take what each example draws."""
+    """Batched output tensors receive the draws of each example."""
 
     def draw(x: Tensor) -> tuple[Tensor, ...]:
         out = torch.zeros_like(x)
@@ -365,7 +365,7 @@ OFF: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OFF)
 def test_derivatives_inside_of_vmap_of_layers_that_are_not_in_training(name: str) -> None:
-    """Without batched arguments they record their graph as any operator does."""
+    """Without batched arguments they record their graph like any operator."""
     f, cotangents = OFF[name], torch.eye(3, dtype=torch.float64)
     leaf = torch.tensor([-0.5, 0.3, 0.7], dtype=torch.float64, requires_grad=True)
     slope = torch.where(leaf < 0, 0.2, 1.0) if name == "rrelu" else torch.ones_like(leaf)

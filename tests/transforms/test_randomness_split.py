@@ -90,7 +90,7 @@ DRAWS: dict[str, Func] = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_an_examples_numbers_are_its_own(name: str) -> None:
-    """The same in a smaller batch, in chunks, among other examples; others for other indices."""
+    """They are equal in a smaller batch, in chunks, and among other examples; indices differ."""
     draw = DRAWS[name]
     torch.manual_seed(2)
     whole = drawing(draw)(X)
@@ -195,7 +195,7 @@ def test_a_generator_is_used() -> None:
 
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.sin])
 def test_a_call_draws_one_key(draw: Func) -> None:
-    """The generator is left alike by functions, chunks and programs."""
+    """Functions, chunks and programs leave the generator in the same state."""
     torch.manual_seed(1)
     torch.randint(0, 1 << 32, (2,))
     after = torch.get_rng_state()
@@ -249,7 +249,7 @@ def test_generators_of_nested_vmaps_in_branches() -> None:
 
 
 def test_under_grad() -> None:
-    """The same mask in the forward and the backward pass, whatever the order of transforms."""
+    """The forward and the backward pass have one mask, for any order of transforms."""
 
     def func(x: Tensor) -> Tensor:
         return nnf.dropout(x, 0.5).sum()
@@ -353,7 +353,7 @@ def test_parameters_are_checked() -> None:
 
 
 def test_an_operator_without_a_rule_draws_alone_too() -> None:
-    """By the loop, each example with a seed of its own."""
+    """The operator runs in a loop, in which each example has its own seed."""
     name = "tsfunc_test::noisy"
     library = torch.library.Library("tsfunc_test", "FRAGMENT")
     library.define("noisy(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
@@ -372,12 +372,12 @@ def test_an_operator_without_a_rule_draws_alone_too() -> None:
 
 
 def halve(x: Tensor) -> Tensor:
-    """Draws as often as the example needs it."""
+    """Draw in each step; the number of steps differs between examples."""
     return tsfunc.while_loop(lambda x: x > 0.5, lambda x: x * (0.5 + 0.4 * torch.rand(())), x)
 
 
 def coins(x: Tensor) -> Tensor:
-    """One branch draws twice, the other once, and all once more afterwards."""
+    """Draw twice in one branch, once in the other, and once more afterwards."""
     y = tsfunc.cond(
         torch.rand(()) < 0.5,
         lambda x: x + torch.rand(()) + 10 * torch.randn(()),
@@ -407,7 +407,7 @@ def test_examples_that_run_by_themselves(func: Func) -> None:
 
 
 def chosen(x: Tensor) -> Tensor:
-    """Steps and draws in a scan, by a choice that is drawn."""
+    """Steps and draws in a scan, by a random choice."""
 
     def step(carry: Tensor, _: Any) -> Any:
         i = torch.randint(0, 3, ())
@@ -430,7 +430,7 @@ def in_python(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("func", [halve, coins, both, chosen, in_python])
 def test_nested_examples_that_run_by_themselves(func: Func) -> None:
-    """Each example of both meets its own numbers, whichever others there are."""
+    """Each example of both vmaps draws its own numbers, independent of the others."""
     split = functools.partial(drawing, data_dependent="split") if func is in_python else drawing
     x = torch.linspace(0.2, 9, 12).view(3, 4)
     torch.manual_seed(9)
@@ -458,7 +458,7 @@ def test_three_vmaps_of_examples_that_run_by_themselves() -> None:
 @pytest.mark.parametrize("inner", ["same", "different", "split"])
 @pytest.mark.parametrize("outer", ["same", "different", "split"])
 def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) -> None:
-    """Its own operators draw for the outer examples that are in the branch."""
+    """The inner vmap's operators draw for the outer examples that are in the branch."""
 
     def func(x: Tensor, flag: Tensor) -> Tensor:
         taken: Tensor = tsfunc.cond(flag, lambda x: nnf.dropout(x) + torch.rand(40), torch.neg, x)
@@ -482,7 +482,7 @@ def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) ->
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("func", [halve, coins])
 def test_checkpoints_draw_the_same_numbers_for_each_example(func: Func, nested: bool) -> None:
-    """Also what all drew together before some ran by themselves."""
+    """This includes draws of all examples before some ran separately."""
 
     def total(x: Tensor) -> Tensor:
         return func(x).square().sum()  # type: ignore[no-any-return]
@@ -502,7 +502,7 @@ def test_checkpoints_draw_the_same_numbers_for_each_example(func: Func, nested: 
 
 @pytest.mark.parametrize("order", ["vmap(vmap(grad))", "vmap(grad(vmap))", "grad(vmap(vmap))"])
 def test_a_checkpoint_of_an_inner_vmap_in_a_branch_of_the_outer(order: str) -> None:
-    """It is run again with the outer examples that were in the branch."""
+    """The rerun has the outer examples that were in the branch."""
 
     def branch(x: Tensor) -> Any:
         return (nnf.dropout(x) * torch.rand(40)).square().sum()

@@ -49,5 +49,5 @@ def test_arguments_and_captured_tensors_are_freed_at_once(name: str) -> None:
         TRANSFORMS[name](lambda y: energy(y + captured))(x)
         return weakref.ref(x), weakref.ref(captured)
 
-    called_once()  # torch's first calls in forward mode keep the frames that they come from
+    called_once()  # torch's first calls in forward mode keep the frames of their callers
     assert [ref() for ref in called_once()] == [None, None]

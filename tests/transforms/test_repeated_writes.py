@@ -49,7 +49,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 @pytest.mark.parametrize("drawn", range(8))
 def test_writes_into_one_view(view: str, drawn: int) -> None:
     rng = random.Random(f"{torch.initial_seed()}{view}{drawn}")
-    # After a write through one more view, torch refuses those into the first one.
+    # After a write through another view, torch refuses writes into the first one.
     through_views = ["setitem", "column"]
     names = [rng.choice(list(WRITES)) for _ in range(rng.choice([2, 3]))]
     writes = [WRITES[name] for name in sorted(names, key=through_views.__contains__)]

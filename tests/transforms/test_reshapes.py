@@ -1,4 +1,4 @@
-"""Writes through ``reshape`` and ``flatten`` under vmap, wherever the batch dim is."""
+"""Writes through ``reshape`` and ``flatten`` under vmap, for every batch dim."""
 
 from __future__ import annotations
 

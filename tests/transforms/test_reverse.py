@@ -1,4 +1,4 @@
-"""grad, grad_and_value, value_and_grad, vjp: as torch.func's, and what each of them refuses."""
+"""grad, grad_and_value, value_and_grad and vjp agree with torch.func's; their refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S = torch.tensor(0.7)
 
 
 def anything(value: Any) -> Any:
-    """Hides from the type checker what is wrong on purpose."""
+    """Hide an intentional mistake from the type checker."""
     return value
 
 
@@ -97,7 +97,7 @@ def test_as_torch_func(name: str) -> None:
     data=st.data(),
 )
 def test_any_argnums(shapes: list[list[int]], data: st.DataObject) -> None:
-    """The gradients that plain autograd has of each argument that is named."""
+    """The gradients agree with plain autograd's for each named argument."""
     count = len(shapes)
     chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
     argnums = tuple(data.draw(st.sampled_from([n, n - count])) for n in chosen)
@@ -135,7 +135,7 @@ def test_names_and_docs_are_kept() -> None:
 
 
 def test_results_that_require_grad() -> None:
-    """Only what somebody outside differentiates."""
+    """Results require grad only if they are differentiated outside."""
     leaf = W.clone().requires_grad_()
     for T in (tsfunc, torch.func):
         assert not T.grad(scalar)(W).requires_grad
@@ -167,7 +167,7 @@ def test_the_grad_mode_of_the_pull_decides() -> None:
 
 
 def test_the_pullback_has_options_for_its_graph() -> None:
-    """By position or name, as torch.func's."""
+    """They are accepted by position and by name, as in torch.func."""
     x = X.clone().requires_grad_()
     _, pull = tsfunc.vjp(torch.sin, x)
     ones = torch.ones_like(X)
@@ -330,7 +330,7 @@ def test_mistakes_in_calls_of_vjp_and_grad_have_messages(
 
 
 def test_tensors_differentiated_only_outside_a_trace_have_no_gradient_inside() -> None:
-    """The inner gradient is that of what depends on the outer variable alone: zero."""
+    """The inner gradient is by the inner variable alone: zero."""
     f = tsfunc.specialize(lambda x: tsfunc.grad(lambda z: x.sin().sum())(x) + x)
     x = torch.tensor([0.3, -1.0])
     torch.testing.assert_close(tsfunc.grad(lambda x: f(x).sum())(x), torch.ones(2))

@@ -1,4 +1,4 @@
-"""A tensor that a call gets twice, in two roles, is treated as two tensors of the same numbers."""
+"""A tensor that a call gets in two roles is treated as two tensors with the same numbers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ PROGRAMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind", CALLS)
 def test_each_role_has_its_own_derivative(kind: str, program: str) -> None:
-    """In two dims of a vmap, mapped and not, and differentiated by a level and not."""
+    """In two dims of a vmap, mapped and unmapped, and differentiated by a level or not."""
     call, run = CALLS[kind], PROGRAMS[program]
     torch.testing.assert_close(run(call, X), run(written, X))
     torch.testing.assert_close(

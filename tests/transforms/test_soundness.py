@@ -1,4 +1,4 @@
-"""A program never answers for a call that it was not made for: all that it read is looked at."""
+"""A program never serves a call that it was not made for: everything that it read is guarded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Derived(Config):
 
 
 class Made:
-    """Made while the function runs."""
+    """Made during the function's run."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x * SCALE
@@ -64,7 +64,7 @@ ONES = torch.ones(2)
 
 @contextlib.contextmanager
 def changed(owner: Any, name: Any, value: Any) -> Iterator[None]:
-    """An attribute, or the element of a dict, that is something else for a while."""
+    """Context manager: an attribute, or an element of a dict, has another value in the block."""
     get, put = (getattr, setattr) if not isinstance(owner, dict) else (dict.get, dict.__setitem__)
     before = get(owner, name)
     put(owner, name, value)
@@ -75,7 +75,7 @@ def changed(owner: Any, name: Any, value: Any) -> Iterator[None]:
 
 
 def follows(f: Callable[..., Any], change: contextlib.AbstractContextManager[Any]) -> None:
-    """A specialized function does what the function does, before, within and after a change."""
+    """Check that a program agrees with its function before, during and after a change."""
     g = specialize(f)
     for _ in range(2):
         torch.testing.assert_close(g(ONES), f(ONES))
@@ -362,7 +362,7 @@ class TestClosure:
 
 
 class TestUpdates:
-    """Assignments to what lives on after the call happen at every call, as they would."""
+    """Assignments to objects that outlive the call happen in every call, as without a program."""
 
     def test_a_variable_that_is_read_and_assigned(self) -> None:
         count = 0

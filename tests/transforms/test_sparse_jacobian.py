@@ -1,4 +1,4 @@
-"""sparse_jacobian: the Jacobian of jacrev, by as many derivatives as there are colors."""
+"""sparse_jacobian: the Jacobian of jacrev, by one derivative for each color."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def burgers(x: Tensor) -> Tensor:
     return x * (right - left) / 2 - 0.1 * (right - 2 * x + left)
 
 
-# Functions of twelve entries, the number of colors of the smaller side, and whether the pattern has
-# just the entries that are not zero.
+# Functions of twelve entries, the number of colors of the smaller side, and True if the pattern has
+# no entry that is zero.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "entry by entry": (lambda x: x.sin() * x + 2, 1),
     "differences": (lambda x: x.diff() ** 2, 2),
@@ -71,7 +71,7 @@ def test_it_is_the_jacobian(name: str, mode: Any) -> None:
     found = sparse_jacobian(func, mode=mode)(X)
     assert found.layout is torch.sparse_coo and found.is_coalesced()
     same(found.to_dense(), dense(func, X))
-    other = X.flip(0) - 0.8  # the pattern holds for other values too
+    other = X.flip(0) - 0.8  # the pattern holds for other values, too
     pattern = jacobian_sparsity(func)(X)
     same(sparse_jacobian(func, sparsity=pattern, mode=mode)(other).to_dense(), dense(func, other))
 
@@ -162,7 +162,7 @@ def test_errors() -> None:
 
 
 def coupled(state: Any, scale: Any) -> Any:
-    """A function from a pytree and a matrix to a pytree."""
+    """Return results in a pytree, from a pytree and a matrix."""
     u, v = state["u"], state["v"]
     return {"out": (u.roll(1) * scale - v, v[:2] ** 2)}
 

@@ -1,4 +1,4 @@
-"""specialize: a program is its function, and keeps its contract."""
+"""specialize: a program agrees with its function, and enforces its descriptors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loss(x: Tensor) -> Tensor:
 
 
 def counted(func: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """The function, and a list that has an entry for each time that Python ran it."""
+    """Return the function, and a list with an entry for each time that Python ran it."""
     calls: list[int] = []
 
     def run(*args: Any) -> Any:
@@ -296,7 +296,7 @@ class TestComposition:
         kept: list[Callable[[], Tensor]] = []
 
         def keep(x: Tensor) -> Tensor:
-            kept.append(lambda: x)  # a tensor itself would be appended at every call
+            kept.append(lambda: x)  # a tensor itself would be appended in every call
             return x
 
         specialize(keep)(torch.ones(2))

@@ -1,4 +1,4 @@
-"""``Any`` in specialized functions: legal in a signature, and illegal to compute with."""
+"""``Any`` in specialized functions: allowed in a signature, and refused in computations."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_programs_for_sizes(
             torch.testing.assert_close(s(*args), func(*args))
         with pytest.raises(DescriptorViolation):
             s(*(torch.randn(shape) for shape in bad))
-    assert s.cache_info().misses <= len(good) + 2  # what was refused is not kept
+    assert s.cache_info().misses <= len(good) + 2  # a refused call is not kept
 
 
 @pytest.mark.parametrize(

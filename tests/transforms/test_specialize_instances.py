@@ -1,4 +1,4 @@
-"""Objects as parameters: what is reached for of them is checked and read anew, and no more."""
+"""Objects as parameters: only the attributes that a trace reads are checked and read anew."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mode(enum.Enum):
 
 
 class Scale:
-    """A plain class: nothing is known to torch of it."""
+    """A plain class, which torch does not know."""
 
     kind = "linear"
 
@@ -79,13 +79,13 @@ class Programs:
 
 
 def traces(func: Callable[..., Any]) -> tuple[Any, Programs]:
-    """The function specialized, and the calls of it that have needed a program."""
+    """Return the specialized function, and the calls that needed a new program."""
     specialized = specialize(func)
     return specialized, Programs(specialized)
 
 
 class TestSeedExample:
-    """The example of issue 49650, which fails to be scripted."""
+    """The example of issue 49650, which torch.jit.script rejects."""
 
     def test_a_submodule_annotated_by_its_class(self) -> None:
         class TestSubModule(nn.Module):
@@ -299,7 +299,7 @@ class TestArguments:
 
 
 class Holder:
-    """Anything in an attribute."""
+    """An object with one attribute."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -426,7 +426,7 @@ class TestAttributes:
         one, other = Cached(torch.ones(2)), Cached(torch.zeros(2))
         assert f(one).equal(torch.full((2,), 4.0)) and f(other).equal(torch.zeros(2))
         assert len(calls) == 1 and "doubled" not in vars(one)
-        assert one.doubled is one.doubled  # outside it is kept, and then it is an attribute
+        assert one.doubled is one.doubled  # outside of the function, it is an attribute
         assert f(one).equal(torch.full((2,), 4.0)) and len(calls) == 2
 
     def test_a_read_of_the_dict_guards_all_attributes(self) -> None:
@@ -545,7 +545,7 @@ class TestAssignment:
 
 
 class TestOwn:
-    """The function's own objects: its module, what it closes over, globals."""
+    """The function's own objects: its module, captured objects, globals."""
 
     def test_attributes_of_closed_over_objects(self) -> None:
         scale = Scale(torch.ones(3))
@@ -626,7 +626,7 @@ class TestWatching:
         f = specialize(wait)
         try:
             f(scale, torch.ones(3))
-        except TypeCheckError as error:  # the other thread's assignment is seen as a change
+        except TypeCheckError as error:  # the other thread's assignment counts as a change
             assert "Scale.unused" in str(error)
         thread.join()
         assert seen == [(Scale, 2.0, scale.weight)]

@@ -37,7 +37,7 @@ def _written_at(x: Tensor, k: int) -> Tensor:
     [
         (lambda x, k: x * k + k, INTS, 1),
         (lambda x, k: (x * k, k, k * 2 + 1, k**2, k // 2, k % 3, -k, k / 2), INTS, 1),
-        (lambda x, k: x * k + k, FLOATS, 3),  # inf and nan are no symbols
+        (lambda x, k: x * k + k, FLOATS, 3),  # inf and nan can't be symbols
         (lambda x, k: x**k, [2.0, 0.5, 3.0], 1),
         (lambda x, k: (x > 0) * k, [2.5, 0.5], 1),
         (lambda x, k: x.long() * k, [2.5, 0.5], 1),
@@ -126,7 +126,7 @@ def test_indices_and_slices_under_transforms() -> None:
         torch.testing.assert_close(vmap(s, (0, None))(x, k), vmap(f, (0, None))(x, k))
         torch.testing.assert_close(batched(x, k), vmap(f, (0, None))(x, k))
         torch.testing.assert_close(grad(s)(x[0], k), grad(f)(x[0], k))
-    assert batched.cache_info().programs <= 2  # slices of one element are apart
+    assert batched.cache_info().programs <= 2  # slices of one element need another program
 
 
 def test_other_types_of_numbers_break_the_descriptor() -> None:
@@ -222,7 +222,7 @@ def test_inside_of_other_transforms() -> None:
     ids=["unfold", "diagonal", "packet of an operator", "packet without numbers"],
 )
 def test_derivatives_of_calls_past_the_parser(f: Any) -> None:
-    """They were zero: autograd was gone past, too."""
+    """They were zero: these calls bypassed autograd, too."""
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     program = specialize(grad(f), {"k": int})
     for k in (2, 3):
@@ -265,7 +265,7 @@ class Holder:
 
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_of_objects_beside_sizes_of_0_and_1(kind: Any) -> None:
-    """A number that has become an input is one in the programs for small sizes as well."""
+    """A number that has become an input is an input of the programs for small sizes, too."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw, holder = random.Random(seed), Holder(kind(2))

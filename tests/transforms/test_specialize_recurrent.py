@@ -1,4 +1,4 @@
-"""Derivatives of recurrent layers in programs: one program for every batch and every length."""
+"""Derivatives of recurrent layers in programs: one program for all batch sizes and lengths."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 def total(xs: Any) -> Any:
-    """The sum of all rows, for each of the containers here."""
+    """Return the sum of all rows, for each of the containers here."""
     if isinstance(xs, Batch):
         return xs.x.sum(0) * xs.scale  # type: ignore[attr-defined]
     if isinstance(xs, dict):

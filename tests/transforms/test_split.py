@@ -1,4 +1,4 @@
-"""``vmap(..., data_dependent="split")``: what differs from example to example decides."""
+"""``vmap(..., data_dependent="split")``: Python decisions by values of each example."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_nested_split_batches(func: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_the_outer_vmap_may_be_the_one_that_splits() -> None:
-    """The inner one's tensors are the same for all of its examples."""
+    """The inner vmap's tensors are shared by all of its examples."""
 
     def outer(scale: Tensor) -> Any:
         def inner(x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def test_parameters_get_their_gradients() -> None:
     assert per_example["up.weight"].shape == (6, 3, 4)
 
 
-# A program as a tree: at each node a comparison of one element, at each leaf a function.
+# A program as a tree: each node compares one element, each leaf is a function.
 leaves = st.sampled_from([torch.sin, torch.exp, torch.neg, lambda x: x.sum(), lambda x: x * x])
 trees = st.recursive(
     leaves, lambda t: st.tuples(st.integers(0, 3), st.floats(-1.5, 1.5), t, t), max_leaves=8
@@ -234,7 +234,7 @@ def test_decision_trees(tree: Any, size: int, chunk_size: int | None) -> None:
 
 @given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=16))
 def test_one_run_for_each_path(counts: list[int]) -> None:
-    """Each path that several examples take runs once; groups are halved no more than needed."""
+    """Each path of several examples runs once; groups are split no more than needed."""
     counts = counts * 3
     runs: list[int] = []
     steps = 0
@@ -285,7 +285,7 @@ def test_equal_values_do_not_split_a_batch() -> None:
 
 
 class Halved(torch.autograd.Function):
-    """Asks for a value in its forward, and in its backward."""
+    """A function that reads a value in its forward, and in its backward."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ def test_writes_into_arguments_reach_the_caller_once() -> None:
 
 
 def test_an_example_by_itself_writes_into_its_argument() -> None:
-    """One that is put off alone is no tracer."""
+    """An example that runs alone has a plain tensor instead of a tracer."""
     seen = []
 
     def func(x: Tensor) -> Tensor:
@@ -430,7 +430,7 @@ def test_results_that_are_no_tensors() -> None:
     assert out["name"] == [e["name"] for e in each]
     assert out["none"] is None
     same(out["x"], X)
-    # Nothing was asked for: as any vmap has it.
+    # No value was read: the results are those of any vmap.
     assert split(lambda x: (x, 3, "name"))(X)[1:] == (3, "name")
 
 
@@ -465,7 +465,7 @@ def test_structures_must_agree() -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
 def test_decided_by_chance(randomness: str) -> None:
-    """An example's numbers stay with it, so that the choice is not made twice."""
+    """An example keeps its numbers, so that its decision is the same in each run."""
 
     def func(x: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.rand(())
@@ -504,7 +504,7 @@ def test_the_same_draws_for_all_parts() -> None:
 
 
 def here(needle: str) -> str:
-    """``file:line`` of this file's only line with that text, as messages have it."""
+    """Return ``file:line`` of this file's only line with the text, as in messages."""
     with open(__file__) as file:
         lines = [i for i, line in enumerate(file, 1) if needle in line and "here(" not in line]
     assert len(lines) == 1
@@ -513,11 +513,11 @@ def here(needle: str) -> str:
 
 def test_the_default_names_the_line_and_the_way_out() -> None:
     def func(x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the line that asks
+        if x.sum() > 0:  # the line that reads
             return x
         return -x
 
-    with pytest.raises(DataDependentError, match=here("# the line that asks")) as caught:
+    with pytest.raises(DataDependentError, match=here("# the line that reads")) as caught:
         vmap(func)(X)
     assert 'vmap(..., data_dependent="split")' in str(caught.value)
 
@@ -591,7 +591,7 @@ def test_wrong_arguments() -> None:
         torch.func.vmap(split(torch.sin))(X)
 
 
-# Beside control flow that is given as functions.
+# Together with control flow.
 
 
 def by_branches(x: Tensor) -> Tensor:
@@ -623,7 +623,7 @@ def test_values_read_in_branches_and_loops(func: Callable[[Tensor], Tensor]) -> 
 
 
 def test_large_batches() -> None:
-    """Whose values are compared by operators, NaN and the signs of zeros among them."""
+    """Operators compare the values, NaN and the signs of zeros included."""
     numbers = torch.randn(1000).round()
     numbers[::7], numbers[::11] = math.nan, -0.0
 
@@ -649,7 +649,7 @@ def test_large_batches() -> None:
 
 @pytest.mark.parametrize("outer", [False, True])
 def test_a_batch_that_keeps_splitting_continues_example_by_example(outer: bool) -> None:
-    """No example is run more often for the others' many ends than it need be."""
+    """The examples' many paths do not cause additional runs of an example."""
     steps: list[int] = []
 
     def func(x: Tensor, n: Tensor) -> Tensor:
@@ -706,7 +706,7 @@ def _slope_of_slope(f: Any) -> Any:
     ids=["grad", "grad(grad)", "hessian", "jacrev", "jvp", "jvp(grad)", "vjp", "grad(hvp)"],
 )  # fmt: skip
 def test_derivatives_of_examples_by_themselves(derivative: Any) -> None:
-    """These are differentiated as outside of the vmap; so are parameters, and the vmap itself."""
+    """They are differentiated as outside of the vmap; so are parameters, and the vmap itself."""
     weight = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64, requires_grad=True)
 
     def func(x: Tensor, n: Tensor) -> Tensor:
@@ -743,7 +743,7 @@ def slope_by(x: Tensor, y: Tensor) -> Tensor:
     ids=["eval", "p=0", "alpha", "rrelu", "native"],
 )
 def test_derivatives_through_a_dropout_that_is_off(off: Callable[[Tensor], Tensor]) -> None:
-    """Random operators come to the level of an example that runs by itself, also if none draws."""
+    """Random operators reach the level of an example that runs alone, even if none draws."""
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
         y = off(weight * x)

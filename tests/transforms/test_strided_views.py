@@ -40,7 +40,7 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
 
 
 def loop(func: Callable[[Tensor], Tensor], batch: Tensor, at: int) -> Tensor | None:
-    """The stacked results of the examples; None if torch refuses an example."""
+    """Return the stacked results of the examples; None if torch refuses an example."""
     try:
         return torch.stack([func(x) for x in batch.unbind(at)])
     except RuntimeError:
@@ -48,7 +48,7 @@ def loop(func: Callable[[Tensor], Tensor], batch: Tensor, at: int) -> Tensor | N
 
 
 def drawn_batch(rng: random.Random, at: int) -> Tensor:
-    """A batch of (2, 3) matrices in a drawn layout."""
+    """Return a batch of (2, 3) matrices in a random layout."""
     shape = [2, 3]
     shape.insert(at, rng.randint(1, 4))
     order = rng.sample(range(3), 3)
@@ -63,7 +63,7 @@ def drawn_view(rng: random.Random) -> tuple[Sequence[int], Sequence[int]]:
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_strides_written_by_hand(name: str) -> None:
-    """The result is that of the loop, or the call is refused."""
+    """The result agrees with the loop, or the call is refused."""
     seed = random.SystemRandom().randrange(2**32)
     rng = random.Random(seed)
     equal = 0
@@ -118,7 +118,7 @@ def test_the_remedy_of_the_refusal(at: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_strides_read_from_the_tensor(at: int) -> None:
-    """Windows over a result, whatever its layout; also their gradients."""
+    """Windows over a result of any layout; also their gradients."""
     batch = torch.randn(9, 5, dtype=torch.float64).movedim(1, at).contiguous()
 
     def windows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rules that ask who is perturbed, and what stands for zeros."""
+"""Rules that read which inputs are perturbed, and their placeholders for zeros."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ CURVATURES: list[Any] = [hessian, lambda f: jacfwd(jacfwd(f)), lambda f: jacfwd(
 def test_a_tensor_made_inside_keeps_its_place_in_memory(drawn: int, program: bool) -> None:
     """Forward mode views the tangent of a base again, by the strides and offsets of views.
 
-    A write makes the tensor batched after tracers of inner levels have got its strides.
+    A write makes the tensor batched after tracers of inner levels have copied its strides.
     """
     rng = random.Random(torch.initial_seed() + drawn)
     made, seen, filled = rng.choice(MADE), rng.choice(SEEN), rng.choice(FILLED)

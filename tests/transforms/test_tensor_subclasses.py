@@ -1,4 +1,4 @@
-"""The table of docs/tensor_classes.md: which tensor classes each transform takes."""
+"""The table of docs/tensor_classes.md: the tensor classes that each transform supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.utils._pytree import tree_map  # what authors of wrapper subclasses use
+from torch.utils._pytree import tree_map  # a module for authors of wrapper subclasses
 
 import tsfunc
 from tsfunc import cond, grad, jvp, scan, specialize, vmap
@@ -28,11 +28,11 @@ pytestmark = [
 
 
 class Tagged(torch.Tensor):
-    """A class without handlers of its own."""
+    """A class without handlers."""
 
 
 class Wrapped(torch.Tensor):
-    """A wrapper: its operators run on the tensor inside."""
+    """A wrapper whose operators run on the inner tensor."""
 
     inside: Any
 
@@ -79,7 +79,7 @@ def quantized() -> Any:
     return layer.weight
 
 
-# The function of each class: what it computes, and its derivative by the plain values.
+# The function of each class: its computation, and its derivative by the plain values.
 KINDS: dict[str, Callable[[], Any]] = {
     "a class without handlers": lambda: X.as_subclass(Tagged),
     "a wrapper with `__torch_dispatch__`": lambda: Wrapped(X.clone()),
@@ -119,7 +119,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] =
 
 
 def plain(x: Any) -> Tensor:
-    """Return the values of a tensor of any of the classes, a flat tensor."""
+    """Return the values of a tensor of any of the classes, as a flat tensor."""
     if isinstance(x, Wrapped):
         x = x.inside
     elif hasattr(x, "full_tensor"):
@@ -158,7 +158,7 @@ def outcome(kind: str, transform: str) -> str:
     if kind == "`MaskedTensor`":
         kept = (X > 0.2).flatten()
         want, got = want[kept], got[kept]
-    torch.testing.assert_close(got, want)  # never another value without an error
+    torch.testing.assert_close(got, want)  # an error, but never a wrong value
     return "yes"
 
 
@@ -188,7 +188,7 @@ def test_quantized_weights() -> None:
 
 
 class Packed(Wrapped):
-    """A weight whose class implements ``linear``, and no operator but ``detach``."""
+    """A weight whose class implements ``linear``, and ``detach`` as the only operator."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,5 +220,5 @@ def test_a_class_that_implements_a_function_takes_it_on_tracers() -> None:
     torch.testing.assert_close(specialize(vmap(loss))(x), plain)
     torch.testing.assert_close(vmap(vmap(loss))(x[None]), plain[None])
     torch.testing.assert_close(vmap(grad(loss))(x), slopes)
-    with pytest.raises(NotImplementedError, match=r"aten\.(t|mul)"):  # neither way is implemented
+    with pytest.raises(NotImplementedError, match=r"aten\.(t|mul)"):  # neither case is implemented
         vmap(lambda row: row * weight)(x)

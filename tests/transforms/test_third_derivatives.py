@@ -1,4 +1,4 @@
-"""Third derivatives of normalizations, norms, softmax, attention and solvers are as written."""
+"""Third derivatives of normalizations, norms, softmax, attention and solvers match formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def column(x: Tensor) -> Tensor:
 
 
 def attended(x: Tensor, **kwargs: Any) -> Tensor:
-    """Attention among the parts of a tensor of the shape (3, 4, 2), as 3 samples with 2 heads."""
+    """Return self-attention of a tensor of the shape (3, 4, 2), as 3 samples with 2 heads."""
     query, key, value = x[:, None], x.flip(1)[:, None] * 0.5, x.sin()[:, None]
     heads = query.repeat(1, 2, 1, 1) * column(column(torch.tensor([1.0, 0.7]).double()))
     if not kwargs.get("enable_gqa"):
@@ -54,12 +54,12 @@ def attended_by_formula(x: Tensor, mask: Tensor | None = None, scale: float = 2*
 
 
 def matrices(x: Tensor) -> Tensor:
-    """Two by two matrices that have inverses."""
+    """Return invertible matrices of two rows."""
     return x[:, :2].sin() + 3 * torch.eye(2, dtype=x.dtype)
 
 
 def inverse(a: Tensor) -> Tensor:
-    """The inverse of two by two matrices, by its formula."""
+    """Return the inverse of two by two matrices, by its formula."""
     p, q, r, s = a[..., 0, 0], a[..., 0, 1], a[..., 1, 0], a[..., 1, 1]
     adjugate = torch.stack([torch.stack([s, -q], -1), torch.stack([-r, p], -1)], -2)
     return adjugate / column(column(p * s - q * r))
@@ -75,35 +75,35 @@ def det(a: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, p: float = 2) -> Tensor:
-    """The norms over the last dim, which is kept."""
+    """Return the norms over the last dim, which is kept."""
     return x.abs().pow(p).sum(-1, keepdim=True).pow(1 / p)
 
 
 def every(y: Tensor) -> Tensor:
-    """Numbers for each sample, in the shape of the tests."""
+    """Return numbers for each sample, in the shape of the tests."""
     return y.reshape(3, -1)[:, :1, None].expand(3, 4, 2)
 
 
 def whole(y: Tensor) -> Tensor:
-    """Results of the shape (3, 2, 2) or (3, 2), in the shape of the tests."""
+    """Return results of the shape (3, 2, 2) or (3, 2), in the shape of the tests."""
     matrix = y if y.dim() == 3 else column(y).expand(3, 2, 2)
     return torch.cat([matrix, matrix.cos()], 1)
 
 
 def householder(x: Tensor, tau: Tensor) -> Tensor:
-    """The first two columns of the product of a reflection and the identity."""
+    """Return the first two columns of the product of a reflection and the identity."""
     v = torch.cat([torch.ones(3, 1).double(), x[:, 1:, 0]], 1)
     eye: Tensor = torch.eye(4, 2).double()
     return eye - tau[:, None, None] * v[:, :, None] * v[:, None, :2]
 
 
 def with_zeros(x: Tensor) -> Tensor:
-    """The tensor moved so that ``X`` has zeros in its second column."""
+    """Return the tensor shifted so that ``X`` has zeros in its second column."""
     return x - X * (torch.arange(4) == 1).double()[:, None]
 
 
 def products(x: Tensor) -> Tensor:
-    """The products of the columns up to each one."""
+    """Return the products of the columns up to each one."""
     first, second, third, last = x.unbind(1)
     columns = [first, first * second, first * second * third, first * second * third * last]
     return torch.stack(columns, 1)
@@ -376,7 +376,7 @@ embedding_loss = functools.partial(F.cosine_embedding_loss, margin=-0.9, reducti
 
 
 def cosine(x: Tensor) -> Tensor:
-    """The cosine between the two tensors along the last dim, which are rows of four numbers."""
+    """Return the cosine between two tensors along the last dim, which are rows of four numbers."""
     return x.prod(-1).sum(-1) / x.square().sum(1).prod(-1).sqrt()
 
 
@@ -536,7 +536,7 @@ def _pulled(api: Any, f: Scalar, x: Tensor) -> Any:
 @pytest.mark.parametrize("gap", [0.0, 30.0, 1e4])
 @pytest.mark.parametrize("transform", [tsfunc.jacfwd, tsfunc.jacrev])
 def test_second_derivatives_of_logcumsumexp_of_values_far_apart(gap: float, transform: Any) -> None:
-    """As torch.func's, which are right if no cotangent is zero."""
+    """They agree with torch.func's, which are right if no cotangent is zero."""
     x = torch.cat([X[0, :1, 0] + gap, X[0, 1:, 0]])
 
     def scan(x: Tensor) -> Tensor:
@@ -557,7 +557,7 @@ def test_second_derivatives_of_logcumsumexp_of_complex_numbers() -> None:
 
 
 def test_hessians_of_logcumsumexp_with_zero_cotangents() -> None:
-    """The rows of a Jacobian have zeros, for which torch's second derivative is wrong."""
+    """The rows of a Jacobian have zero cotangents, for which torch's second derivative is wrong."""
 
     def twice(f: Scalar) -> Tensor:
         def weighted(x: Tensor) -> Tensor:

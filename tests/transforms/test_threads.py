@@ -31,7 +31,7 @@ def test_threads_take_turns() -> None:
 
 
 def test_a_thread_that_a_jvp_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can't wait for its turn; it differentiates the pullback instead."""
+    """The thread can't wait for its turn, so it differentiates the pullback instead."""
     monkeypatch.setattr(dual_level, "_DUAL_PATIENCE", 0.01)
     x = torch.randn(5)
     inner: list[torch.Tensor] = []

@@ -70,7 +70,7 @@ SAMPLES: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the validation of arguments on, which torch.compile switches off for the process."""
+    """Switch on the validation of arguments, which torch.compile switches off for the process."""
     monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 

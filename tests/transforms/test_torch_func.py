@@ -1,4 +1,4 @@
-"""Side by side with torch.func: its transforms inside of ours, ours inside of its."""
+"""Combinations with torch.func: its transforms inside of ours, and ours inside of its."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scalar(x: Tensor) -> Tensor:
     return (x.sin() ** 2).sum()
 
 
-# Each is a nesting of an outer and an inner transform, which may be of either library.
+# Each is a nesting of an outer and an inner transform, of either library.
 NESTINGS: dict[str, Callable[[Any, Any], Any]] = {
     "vmap(vmap)": lambda a, b: a.vmap(b.vmap(torch.sin))(X),
     "vmap(grad)": lambda a, b: a.vmap(b.grad(scalar))(X),
@@ -107,7 +107,7 @@ def test_linearize_over_ours() -> None:
 
 
 def along_itself(x: Tensor) -> Any:
-    """The derivative by jvp, of which linearize inside of torch.func has the derivatives too."""
+    """Return the derivative by jvp; linearize inside of torch.func has its derivatives, too."""
     return theirs.jvp(lambda x: (x.sin() * x).sum(), (x,), (x,))[1] + (x * 2).sum()
 
 
@@ -127,7 +127,7 @@ OVER_LINEARIZE: dict[str, Callable[[Callable[[Tensor], Any]], Any]] = {
 
 @pytest.mark.parametrize("over", OVER_LINEARIZE.values(), ids=OVER_LINEARIZE)
 def test_derivatives_of_linearize(over: Callable[[Callable[[Tensor], Any]], Any]) -> None:
-    """torch.func's own linearize gives zeros or uninitialized numbers there."""
+    """torch.func's own linearize returns zeros or uninitialized numbers there."""
     same(over(pushed), over(along_itself))
 
 
@@ -202,7 +202,7 @@ def test_torch_func_does_not_split_examples(run: Any, f: Any, what: str) -> None
     ids=["of itself", "by a number", "beside a factory", "in a derivative", "in a tangent"],
 )
 def test_tensors_from_outside_in_programs(f: Any) -> None:
-    """A program reads the tensors that torch.func's vmap maps over anew at every call."""
+    """A program reads the tensors that torch.func's vmap maps over anew in every call."""
     x, w = torch.randn(4, 3), torch.randn(5, 3)
     g = ours.specialize(lambda x: f(x, w))
     for _ in range(2):

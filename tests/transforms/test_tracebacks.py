@@ -1,4 +1,4 @@
-"""Errors that leave a transform show the user's frames alone, the user's line last."""
+"""Errors that leave a transform show the user's frames alone, with the user's line last."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_an_error_of_a_compiled_program_is_at_the_users_line(backend: str) -> No
     assert str(found[-1].line).startswith("loss: torch.Tensor")
     assert len("".join(traceback.format_exception(error)).splitlines()) <= 25
     assert table.weight.equal(weight), "the program that looks for the line writes nothing"
-    if backend == "aot_eager":  # inductor has drawn before its kernel meets the index
+    if backend == "aot_eager":  # inductor draws before its kernel reads the index
         assert torch.get_rng_state().equal(before)
 
 
@@ -359,7 +359,7 @@ def test_public_calls_with_wrong_arguments_show_the_callers_line_alone(
             shown = frames(error)
             own = [frame for frame in shown if frame.filename.startswith(LIBRARIES)]
             if own and own[-1].filename.startswith(LIBRARIES[1]):
-                continue  # an error in torch's own code, kept as a defect would be
+                continue  # an error in torch's own code, kept like a defect
             assert not own, f"{name}{args}: {error!r} shows {own}"
             assert shown[-1].filename == __file__
 

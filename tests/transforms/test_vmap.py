@@ -1,4 +1,4 @@
-"""vmap is the stacked loop: what it takes and returns; operators without a rule."""
+"""vmap is the stacked loop: its arguments and results; operators without a rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ shapes = st.lists(st.integers(0, 4), min_size=0, max_size=3).map(tuple)
 
 @st.composite
 def mapped_tensor(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """A tensor with a dim of SIZE somewhere, and where it is, from either end."""
+    """Draw a tensor with a dim of SIZE, and the dim, counted from either end."""
     shape = list(draw(shapes))
     at = draw(st.integers(0, len(shape)))
     shape.insert(at, SIZE)
@@ -50,7 +50,7 @@ def tree_of(draw: st.DrawFn, leaf: st.SearchStrategy[Any], depth: int = 2) -> An
 
 
 def pair_tree(tree: Any, which: int) -> Any:
-    """The first or second of the pairs at the leaves of a tree."""
+    """Return the first or second element of the pairs at the leaves of a tree."""
     if isinstance(tree, dict):
         return {k: pair_tree(v, which) for k, v in tree.items()}
     if isinstance(tree, Point):
@@ -70,7 +70,7 @@ constants = st.one_of(
 
 
 def scale(value: Any) -> Any:
-    """Some work on each leaf, the same for tensors and numbers."""
+    """Compute on each leaf, in the same way for tensors and numbers."""
     if isinstance(value, dict):
         return {k: scale(v) for k, v in value.items()}
     if isinstance(value, Point):
@@ -139,7 +139,7 @@ def test_any_chunk_size(size: int, chunk: int, at: int) -> None:
     same(got, loop(lambda a: (a.sum(), {"k": a}), size, at, (0, 1))(x))
 
 
-# What goes in and comes out.
+# Arguments and results.
 
 X = torch.arange(12.0).view(3, 4).sin()
 W = torch.arange(4.0).cos()

@@ -25,7 +25,7 @@ W = torch.arange(4.0).cos()
 
 
 def many(a: Any, b: Any, *rest: Any, c: Any = 1.0, **options: Any) -> Any:
-    """Every kind of parameter; the order of all of them matters."""
+    """A function with every kind of parameter, whose order matters."""
     out = a * 2 + b
     for i, value in enumerate(rest):
         out = out * (i + 2) + value
@@ -49,7 +49,7 @@ dims = st.sampled_from([None, 0, 1, -1])
 def test_names_are_as_a_tuple_of_all_arguments(
     chosen: tuple[int | None, ...], rest: int, has_c: bool, has_option: bool
 ) -> None:
-    """The same call with every argument by position, which torch.func's form covers."""
+    """The reference is the call with all arguments by position, in torch.func's form."""
     if all(dim is None for dim in chosen[:2]):
         chosen = (0, *chosen[1:])
 

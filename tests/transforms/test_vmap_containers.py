@@ -65,7 +65,7 @@ PAIRS: list[Callable[[Any, Any], Any]] = [
 
 
 def parts(pair: Any) -> list[Any]:
-    """The two values of such a container."""
+    """Return the two values of one of these containers."""
     if isinstance(pair, dict):
         return [pair["a"], pair["b"]]
     if isinstance(pair, State):
@@ -93,7 +93,7 @@ def test_dims_inside_of_a_container(make: Callable[[Any, Any], Any]) -> None:
     same(parts(got), [X.T + 1, (X[0] + 1).expand(3, 4)])
 
 
-# A None inside is a leaf, which can't be differentiated by.
+# A None inside is a leaf, and can't be differentiated by.
 @pytest.mark.parametrize("make", PAIRS[:-1], ids=range(len(PAIRS) - 1))
 def test_derivatives_by_a_container(make: Callable[[Any, Any], Any]) -> None:
     def loss(pair: Any) -> Any:
@@ -141,7 +141,7 @@ def test_none_is_an_input_that_is_left_out() -> None:
     same(got, X)
 
 
-# Outputs that are no tensors.
+# Outputs that are not tensors.
 
 
 def test_non_tensors_are_returned_once() -> None:
@@ -207,7 +207,7 @@ def test_an_object_may_carry_other_tensors_out() -> None:
     weight = torch.ones(4)
     holder = Holder(weight)
     assert vmap(lambda x: (x * holder.x, holder))(X)[1] is holder
-    # One that belongs to an outer vmap, which is active still.
+    # A tracer of an outer vmap, which is still active.
     got = vmap(lambda y: vmap(lambda x: (x, Holder(y)))(X)[1].x + 1)(X)
     same(got, X + 1)
 

@@ -1,4 +1,4 @@
-"""Each message that vmap can raise, word by word where torch.func's users match it."""
+"""Every message of vmap; those that users of torch.func match are equal word by word."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_loop_over_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore::tsfunc.errors.SlowFallbackWarning")
 def test_an_operator_that_resizes_its_written_argument() -> None:
-    """As torch lets this one do with a tensor without dims, which a batch has no room for."""
+    """torch allows it for a tensor without dims; a batch has no memory for the examples."""
     with pytest.raises(RuntimeError, match=r"aten::addbmm_ gives what it writes to another size"):
         vmap(lambda x: x.sum().addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5)))(X)
 
@@ -267,7 +267,7 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
 def test_a_library_that_looks_at_data_unless_it_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user can't rewrite its line; the message names the two ways that serve it as it is."""
+    """The user can't change the library's line; the message names two remedies."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "looking_library.py").write_text(

@@ -1,4 +1,4 @@
-"""Batched values written into what the function itself made of plain tensors."""
+"""Batched values written into plain tensors that the function itself made."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_made_and_written(made: str, write: str) -> None:
 
 
 def filled(x: Tensor) -> Tensor:
-    """Written through the tensor itself, and through views taken before and after."""
+    """Return a tensor written through itself, and through views taken before and after."""
     out = torch.zeros(3, 4)
     before = out[1]
     before.copy_(x.sin())
@@ -143,7 +143,7 @@ def test_made_outside_of_the_derivative_and_written_in_it() -> None:
 
 
 def test_differentiated_unbatched_tensors_are_written() -> None:
-    """The tensor becomes one of the level's, on which autograd is recorded, without a copy."""
+    """The tensor becomes batched in place, and autograd records at its level."""
 
     def by_weight(grad: Any, x: Tensor) -> Tensor:
         def scalar(w: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def test_a_graph_keeps_its_saved_values() -> None:
     same(vmap(func)(X), loop(func, 3)(X))
 
 
-# What was made outside
+# Tensors from outside
 
 
 REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
@@ -463,7 +463,7 @@ def test_inside_of_a_program() -> None:
 
 
 def test_two_vmaps_inside_of_a_program() -> None:
-    """A traced tensor that the outer vmap made a tracer becomes a tracer of the inner one too."""
+    """A traced tensor that the outer vmap made a tracer becomes a tracer of the inner one, too."""
 
     def func(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.zeros(4)
@@ -523,7 +523,7 @@ VIEWS: Sequence[Callable[[Tensor], Tensor]] = (
 
 
 def like(x: Tensor, target: Tensor) -> Tensor:
-    """As many of the example's values as the target has, in its shape."""
+    """Return as many of the example's values as the target has, in its shape."""
     return x[: target.numel()].reshape(target.shape)
 
 
@@ -546,9 +546,9 @@ steps = st.lists(
 )
 
 
-# Where as_strided reaches for elements that its view has not, torch has two gradients: of them all
-# once the base was written to, and of the view's own before. For a tensor without storage C++ knows
-# the second alone. So views are differentiated that stay within what they are taken of.
+# If as_strided reaches elements outside of its input, torch has two gradients: by all elements
+# after the base was written to, and by the input's own before. For a tensor without storage C++ has
+# the second alone, so the differentiated views stay within their input.
 WITHIN = (*VIEWS[:-1], lambda t: t.as_strided((2,), (t.stride(0),), t.storage_offset()))
 
 
@@ -558,7 +558,7 @@ def run(
     w: Tensor,
     views: Sequence[Callable[[Tensor], Tensor]] = VIEWS,
 ) -> tuple[Tensor, ...]:
-    """Makes tensors, takes views of them and writes into them, as the steps say."""
+    """Make tensors, take views of them and write into them, by the given steps."""
     tensors = [torch.zeros(6)]
     for kind, which, how in program:
         target = tensors[which % len(tensors)]
@@ -589,7 +589,7 @@ def test_random_programs_equal_the_loop(program: Any, dim: int, collect: bool) -
 
 
 def test_repeated_writes_into_a_detached_view_are_differentiated() -> None:
-    """The second write met a view of a tensor that autograd took for a leaf."""
+    """The second write had a view of a tensor that autograd took for a leaf."""
 
     def scalar(x: Tensor) -> Tensor:
         base = torch.zeros(6)
@@ -617,7 +617,7 @@ def test_random_programs_differentiated(program: Any) -> None:
 
     try:
         wants = [torch.autograd.functional.jacobian(scalar, (one, weight)) for one in x]
-    except RuntimeError:  # what torch's autograd itself refuses
+    except RuntimeError:  # torch's autograd refuses it, too
         assume(False)
     want = tuple(torch.stack(parts) for parts in zip(*wants, strict=True))
     both = tsfunc.grad(scalar, argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""Generated types, and classes for them."""
+"""Random types, and classes for them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Mine(torch.Tensor): ...
 
 
 class PyRRef:
-    """Stands in for torch's class of this name, which asks for a process group."""
+    """A stand-in for torch's class of this name, which needs a process group."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -121,7 +121,7 @@ SIMPLE: tuple[TSType, ...] = (ANY, INT, FLOAT, DOUBLE, BOOL, STR, NONE, TENSOR)
 def metas(
     names: bool = True, computed: bool = True, leading: bool = True
 ) -> st.SearchStrategy[MetaTensorType]:
-    """Descriptions of tensors; with `names` also named sizes, and those computed from them."""
+    """Draw descriptors of tensors; with `names` also named sizes, and expressions of them."""
     dim: st.SearchStrategy[int | str | Dim | None] = st.none() | st.integers(0, 3)
     if names:
         bounded = st.builds(Dim, st.just("k"), st.none() | st.just(1), st.none() | st.just(2))
@@ -138,7 +138,7 @@ def metas(
 
 
 def described(**known: Any) -> MetaTensorType:
-    """A description; of numbers that have no derivative it says no `requires_grad`."""
+    """Return a descriptor; for numbers without a derivative it omits `requires_grad`."""
     dtype = known.get("dtype")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         known["requires_grad"] = known.get("requires_grad") and None
@@ -150,7 +150,7 @@ NAMED = {"n": 2, "m": 0, "k": 1}
 
 
 def values(type_: TSType) -> st.SearchStrategy[Any]:
-    """Values of a type; tensors on the CPU, strided, sizes of names as in `NAMED`."""
+    """Draw values of a type; tensors are strided, on the CPU, with sizes as in `NAMED`."""
     match type_:
         case TSMetaType():
             return st.sampled_from([3, None, "a", [], (1, 2.0), Base()])
@@ -224,7 +224,7 @@ def _future(value: Any) -> Any:
 
 
 def _tensor(cls: type[torch.Tensor], meta: MetaTensorType) -> torch.Tensor:
-    """A tensor that fits a description, of those that `metas` gives for the CPU."""
+    """Return a tensor that satisfies a descriptor from `metas`, on the CPU."""
     sizes = [_size(dim) for dim in meta.dims or meta.trailing]
     assume(meta.device is None or meta.device.type == "cpu")
     assume(meta.layout in (None, torch.strided) and all(size >= 0 for size in sizes))
@@ -248,7 +248,7 @@ def _size(dim: DimForm) -> int:
 def types(
     names: bool = True, computed: bool = True, leading: bool = True
 ) -> st.SearchStrategy[TSType]:
-    """Any type of the language; without `names`, no size in it has one."""
+    """Draw any type of the language; without `names`, no size in it has a name."""
     tensors: st.SearchStrategy[TSType] = st.builds(
         TSTensor,
         st.sampled_from([torch.Tensor, torch.Tensor, torch.nn.Parameter]),
@@ -273,7 +273,7 @@ def types(
 
 
 def call_types(names: bool = True) -> st.SearchStrategy[TSType]:
-    """Types that describe arguments, with literals, unions and containers of fixed children."""
+    """Draw types of arguments, with literals, unions and containers of fixed children."""
     literals = st.sampled_from([Value(1), Value(True), Value("a"), Value(1.5), Value(Color.RED)])
 
     def grow(inner: st.SearchStrategy[TSType]) -> st.SearchStrategy[TSType]:
@@ -294,7 +294,7 @@ def call_types(names: bool = True) -> st.SearchStrategy[TSType]:
 
 
 def below(type_: TSType) -> st.SearchStrategy[TSType]:
-    """Subtypes of a type; no size in them has a name."""
+    """Draw subtypes of a type; no size in them has a name."""
     simple = st.sampled_from([t for t in (*SIMPLE, *NOMINAL) if is_subtype(t, type_)] or [type_])
     if isinstance(type_, TSTensor):
         return simple | st.builds(TSTensor, st.just(type_.cls), _more_known(type_.meta))
@@ -315,7 +315,7 @@ def _composed(
 
 
 def _described(type_: TSType) -> st.SearchStrategy[TSType]:
-    """The same type with more known of its tensors."""
+    """Draw the same type with more known about its tensors."""
     if isinstance(type_, TSTensor):
         return st.builds(TSTensor, st.just(type_.cls), _more_known(type_.meta))
     return _composed(type_, _described)
@@ -331,7 +331,7 @@ def _more_known(meta: MetaTensorType) -> st.SearchStrategy[MetaTensorType]:
             for name in ("dtype", "device", "requires_grad", "layout")
         }
         if known["requires_grad"] and meta.dtype is None:
-            known["dtype"] = None  # which one does, not every dtype says
+            known["dtype"] = None  # the concrete one, since not every dtype is known
         return described(shape=dims, **known)
 
     return st.just(meta) | metas(names=False).map(fill)

@@ -1,6 +1,6 @@
 """from_annotation: typing objects, classes, strings."""
 
-# Both of typing's styles are what is tested here, so neither may be turned into the other.
+# The tests cover both of typing's styles, so neither may be turned into the other.
 # ruff: noqa: UP006, UP007, UP045
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class TestAttributes:
         assert attribute_types(Early)["later"] == TSCustomClass(Later)
 
     def test_they_are_read_once(self) -> None:
-        """An annotation that is not a type is read once: every module has such attributes."""
+        """An annotation that is not a type is cached: every module has attributes of this kind."""
 
         class Layer(torch.nn.Module):
             width: int
@@ -296,7 +296,7 @@ class TestAttributes:
         assert attribute_types(Layer) is attribute_types(Layer)
 
     def test_names_are_those_of_the_module_that_has_them(self) -> None:
-        """``torch.nn.Module`` calls itself ``Module``, which may be another here."""
+        """``torch.nn.Module`` calls itself ``Module``, which may be another class in this file."""
 
         class Layer(torch.nn.Module):
             pass

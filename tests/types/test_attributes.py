@@ -1,4 +1,4 @@
-"""attribute_type: what is used of a type must be one of its attributes."""
+"""attribute_type: attributes that are read from a type must exist in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check: nothing for a value that fits, and each mismatch by its path for one that does not."""
+"""check: no result for a value that fits, and each mismatch with its path for others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lines(value: object, type_: Any, name: str = "x") -> list[str]:
     return [str(mismatch) for mismatch in check(value, type_, name)]
 
 
-# A computed size has a value only where its names have.
+# A computed size has a value if its names have values.
 TYPES = types(computed=False)
 
 

@@ -1,4 +1,4 @@
-"""Several sets of descriptors for one function: which a call takes, and what is ambiguous."""
+"""Several sets of descriptors for one function: the choice for a call, and ambiguities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The descriptors of a function: what they refuse when made, and at each call."""
+"""The descriptors of a function: their refusals when they are made, and at each call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def compiled(**descriptors: object) -> CompiledDescriptors:
 
 
 def violations(descriptors: Mapping[str, object], arguments: Mapping[str, object]) -> list[str]:
-    """The lines of the error, without its first and last, which are checked here."""
+    """Return the lines of the error, without its first and last, which are checked here."""
     with pytest.raises(DescriptorViolation) as caught:
         compiled(**descriptors).check(arguments)
     first, *lines, last = str(caught.value).split("\n")
@@ -71,7 +71,7 @@ def violations(descriptors: Mapping[str, object], arguments: Mapping[str, object
     return [line.removeprefix("  ") for line in lines]
 
 
-# --- the proposal's own example
+# --- the example of the proposal
 
 
 def test_the_example_of_the_proposal() -> None:

@@ -1,4 +1,4 @@
-"""The five places where types are checked, each broken once, as the proposal lists them."""
+"""The five places of the proposal where types are checked, each violated once."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ computed = st.dictionaries(
     st.sampled_from("xyz"), st.recursive(leaves | metas(many), grow, max_leaves=3)
 ).map(Descriptors)
 
-# Values without sizes in common, for which the join is the least of all descriptors.
+# Values without common sizes, whose join is the least of all descriptors.
 parts = st.recursive(
     st.sampled_from([1, 2, True, False, "a", "b", 1.5, None, MetaTensorType([2], dtype=float)]),
     lambda inner: st.lists(inner, max_size=2) | st.lists(inner, max_size=2).map(tuple),
@@ -95,7 +95,7 @@ WIDER = [
 
 
 def alike(one: Descriptors, other: Descriptors) -> bool:
-    """Equal but for the names of sizes."""
+    """True if they are equal but for the names of sizes."""
     return one <= other and other <= one
 
 
@@ -192,7 +192,7 @@ class TestLaws:
         assert str(a.join(b)) == f"f32{joined}" and a.join(b) == b.join(a)
 
     def test_names_of_joins_of_several_may_differ(self) -> None:
-        """NOTE [joins of several]: no names could be kept, and be the same in either order."""
+        """NOTE [joins of several]: names can't be both kept and independent of the order."""
         x, y, z = MetaTensorType(["n", 3]), MetaTensorType([7, "n"]), MetaTensorType([7, 4])
         one, other = x.join(z).join(y), x.join(z.join(y))
         assert z <= y and str(x.join(z)) == "tensor[n, m]" and alike_metas(one, other)

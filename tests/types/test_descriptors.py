@@ -1,6 +1,6 @@
 """Annotations that users write, and the descriptors that they are read into."""
 
-# Both of typing's styles are what is tested here, so neither may be turned into the other.
+# The tests cover both of typing's styles, so neither may be turned into the other.
 # ruff: noqa: UP006, UP007, UP045
 
 from __future__ import annotations

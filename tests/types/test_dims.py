@@ -1,4 +1,4 @@
-"""Sizes: names with bounds, expressions, and how they are read and written."""
+"""Sizes: names with bounds, expressions, parsing and printing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dims(draw: st.DrawFn) -> Dim:
     try:
         return Dim(draw(st.sampled_from(NAMES)), draw(bounds), draw(bounds), step, chosen)
     except DescriptorError:
-        return Dim("n")  # no size is left
+        return Dim("n")  # no size remains
 
 
 @pytest.mark.parametrize(

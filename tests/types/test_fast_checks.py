@@ -1,4 +1,4 @@
-"""Generated checks of calls: they take no call that the whole check refuses."""
+"""Generated checks of calls accept no call that the complete check refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def f(x: Any, y: Any = None, *rest: Any, **more: Any) -> None: ...
 
 
 def both(d: Mapping[str, object], call: dict[str, Any]) -> tuple[Any, Any]:
-    """The sizes by the generated check, and by the whole one; None where it is refused."""
+    """Return the sizes by the generated check, and by the complete one; None if it refuses."""
     contract = compile_descriptors(d, inspect.signature(f))
     fast_check = contract._fast_check(call) if contract._fast_check is not None else None
     try:

@@ -1,4 +1,4 @@
-"""The types themselves: what composes with what, and normal forms."""
+"""The types themselves: their composition, and normal forms."""
 
 from __future__ import annotations
 

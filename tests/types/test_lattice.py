@@ -1,4 +1,4 @@
-"""is_subtype and join: the laws of a lattice, and a table that shows what they come to."""
+"""is_subtype and join: the laws of a lattice, and a table of examples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCOPE = {cls.__name__: cls for cls in (Base, Left, Right, Leaf, Color, Level, En
 
 
 def equal(left: TSType, right: TSType) -> bool:
-    """Equal but for the names of sizes."""
+    """True if they are equal but for the names of sizes."""
     return is_subtype(left, right) and is_subtype(right, left)
 
 
@@ -79,7 +79,7 @@ class TestJoin:
     @given(types(), types())
     @settings(max_examples=200)
     def test_is_above_both_where_one_side_has_none(self, a: TSType, b: TSType) -> None:
-        """The names of a place that only one side has are those of the other places."""
+        """If only one side has a place, its names agree with those of the other places."""
         one, other = TSTuple((a, a)), TSTuple((b, NONE))
         joined = join(one, other)
         assert is_subtype(one, joined) and is_subtype(other, joined)

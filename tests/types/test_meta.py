@@ -1,4 +1,4 @@
-"""MetaTensorType: what it takes, what it refuses, how it reads."""
+"""MetaTensorType: accepted and refused arguments, and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong descriptors: each is an error where it is written, with the parameter and both sides."""
+"""Wrong descriptors: each raises where it is written, with the parameter and both sides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _inside_itself() -> list[Any]:
     return found
 
 
-LOOSE: Any = Meta  # what a type checker would refuse
+LOOSE: Any = Meta  # arguments that a type checker would refuse
 CALL = "descriptors of f(x, y, rest, train, more): "
 
 

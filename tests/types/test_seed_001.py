@@ -1,4 +1,4 @@
-"""The ideas of the input descriptor proposal, each as a call that shows it."""
+"""The ideas of the input descriptor proposal, each shown by a call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def scaled(x: Any, by: Any, mode: Any) -> Any:
 
 
 def test_three_kinds_of_specialization() -> None:
-    # By type a number is an input, by meta a size has a name, by value a string is a constant.
+    # A number by its type is an input, a size by its name is open, a string by its value is a
+    # constant.
     specialized = specialize(
         lambda x, by, mode: scaled(x, by, mode),
         {"x": MetaTensorType(["n"]), "by": float, "mode": "sum"},

@@ -1,4 +1,4 @@
-"""signature: what parameters and results are, and the check of a call."""
+"""signature: the types of parameters and results, and the check of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about sizes as text: what is read, and what is not."""
+"""Facts about sizes as text: accepted and refused texts."""
 
 from __future__ import annotations
 

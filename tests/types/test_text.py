@@ -1,4 +1,4 @@
-"""parse and str: inverse of each other, and errors that say what stands where."""
+"""parse and str are inverses, and errors show the text and the position."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_a_type_as_it_is_written(text: str, type_: TSType) -> None:
 @pytest.mark.parametrize(
     ("text", "normal"),
     [
-        # The proposal's own spelling: a comma after each element, no names in named tuples.
+        # The spelling of the proposal: a comma after each element, no names in named tuples.
         ("Tuple[int, float,]", "Tuple[int, float]"),
         ("namedtuple(int, Tensor,)", "namedtuple(_0: int, _1: Tensor)"),
         ("torch.tensor", "Tensor"),
-        # As Python writes it.
+        # Python's own spelling.
         ("typing.List[torch.Tensor]", "List[Tensor]"),
         ("dict[str, tuple[int, str]]", "Dict[str, Tuple[int, str]]"),
         ("int | None", "Optional[int]"),

@@ -1,4 +1,4 @@
-"""The package as a whole: what it exports, what it imports, and the examples in its docstrings."""
+"""The package as a whole: its exports, its imports, and the examples in its docstrings."""
 
 from __future__ import annotations
 

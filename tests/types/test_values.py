@@ -1,4 +1,4 @@
-"""Value specialization: when a value is the one that was expected."""
+"""Value specialization: equality of a value and the expected one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ literals = st.recursive(
 @given(literals, literals)
 @settings(max_examples=200)
 def test_literals_are_equal_if_they_are_spelled_alike(one: Any, other: Any) -> None:
-    """1, 1.0 and True are equal to Python, and make different dtypes."""
+    """1, 1.0 and True are equal in Python, and make different dtypes."""
     alike = _spelled(one) == _spelled(other)
     assert same_value(one, other) == alike == (Value(one) == Value(other))
     left, right = Descriptors({"x": one}), Descriptors({"x": other})
@@ -138,7 +138,7 @@ def test_literals_are_equal_if_they_are_spelled_alike(one: Any, other: Any) -> N
 
 
 def _spelled(value: Any) -> str:
-    """A literal as text, dicts in one order."""
+    """Return a literal as text, with dicts in one order."""
     if isinstance(value, dict):
         return str(sorted((repr(key), _spelled(each)) for key, each in value.items()))
     if isinstance(value, list | tuple):

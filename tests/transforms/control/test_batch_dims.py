@@ -1,8 +1,8 @@
 """A body sees the batch dims of a vmap where they are: ``in_dims`` and ``out_dims`` at any place.
 
-Each function takes a matrix, a vector, a number and a table of each example, of which any may be
-the same for all, and mixes their dims, so that a batch dim at a wrong place gives other values.
-All sizes differ. The seed is the one in pytest's header.
+Each function takes a matrix, a vector, a number and a table of each example, any of which may be
+shared, and mixes their dims, so that a batch dim at a wrong position gives other values. All sizes
+differ. The seed is the one in pytest's header.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ ROWS: dict[str, tuple[Fn, Fn]] = {
 class Case:
     """A function under a word of transforms, and the same by loops over examples.
 
-    A word is applied from its end: V is a vmap with dims that are drawn, G a gradient by all
-    arguments but the number, J a pushforward by them.
+    The letters of a word are applied from its end: V is a vmap with random dims, G a gradient by
+    all arguments but the number, J a pushforward by them.
     """
 
     def __init__(self, row: str, word: str, seed: str) -> None:
@@ -424,7 +424,7 @@ WORDS = ("V", "VG", "VJ", "GV", "JV", "VV", "VVG", "VGV", "VJG", "GVV", "VGJ", "
 
 
 def _cells(quick: int) -> list[Any]:
-    """Every row with every word; as many words of a row as ``quick`` run in the quick suite."""
+    """Return every row with every word; ``quick`` words of a row run in the quick suite."""
     cells = []
     for i, row in enumerate(ROWS):
         for j, word in enumerate(WORDS):

@@ -1,4 +1,4 @@
-"""Programs whose loops and choices differ from example to example: each runs what it needs."""
+"""Programs whose loops and choices differ between examples: each example runs its own part."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def _nested(x: torch.Tensor, n: torch.Tensor) -> Any:
 
 
 def _batched_by_the_body(x: torch.Tensor, n: torch.Tensor) -> Any:
-    """The condition is one for all before the first step, and differs after it."""
+    """The condition is shared by the examples before the first step, and differs after it."""
     start = torch.zeros((), dtype=torch.float64)
     return while_loop(lambda y: y.sum() < 3, lambda y: y + x.exp().sum() / 9, start) * x
 
 
 def _differentiating(x: torch.Tensor, n: torch.Tensor) -> Any:
-    """By what the body is given, and by what it closes over."""
+    """Differentiate by the body's arguments, and by captured values."""
 
     def step(i: Any, y: torch.Tensor) -> Any:
         own = grad(lambda y: (y * x).sin().sum())(y)
@@ -142,7 +142,7 @@ def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
     torch.testing.assert_close(specialize(by_rows)(n, x), expected)
     by_columns = vmap(lambda row, n: vmap(lambda k: f(row, k))(n), (0, None), 1)
     torch.testing.assert_close(specialize(by_columns)(x, n), expected)
-    # Weights of the inner examples alone, and of the outer ones alone, beside those of both.
+    # Weights of the inner examples, of the outer ones, and of both.
     wide = torch.linspace(-1, 1, 12 << 17, dtype=torch.float64).reshape(4, 3, -1)
     spread = vmap(lambda k, x, n: vmap(lambda row, m: f(row[:, 0], k + 0 * m))(x, n), (0, None, 0))
     many = torch.zeros(3, 4, dtype=torch.int64)
@@ -167,7 +167,7 @@ def test_sizes_may_have_names(f: Any) -> None:
 
 
 class _Rows(TorchDispatchMode):
-    """Counts the examples that the sine of is taken."""
+    """A mode that counts the examples whose sine is computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ def test_tracers_run_bodies_that_no_program_can(f: Any, monkeypatch: pytest.Monk
     torch.testing.assert_close(vmap(specialize(f))(x, n), _every(f, x, n))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what its first jvp loads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # from torch's first jvp
 def test_torchs_own_forward_mode_goes_through_it() -> None:
     x, n = _inputs([3, 0, 5, 1, 3])
     program = specialize(vmap(_until))
@@ -272,7 +272,7 @@ def test_files_keep_it(f: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen, LONGER, _in_place])
 def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
-    """Its operators are for one choice: NOTE [unreadable choices] in ``cond``."""
+    """torch's operators are for one choice: NOTE [unreadable choices] in ``cond``."""
     program = specialize(vmap(f))
     expected = program(*_inputs([3, 0, 2, 1, 3]))
     found = program.graph_module(*_inputs([3, 0, 2, 1, 3]))
@@ -281,7 +281,7 @@ def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen])
 def test_torch_has_the_whole_batch_of_two_vmaps(f: Callable[..., Any]) -> None:
-    """One program for all sizes; the choice differs at the inner vmap, at the outer, or at both."""
+    """One program serves all sizes; the choice differs at the inner vmap, the outer, or both."""
     both = vmap(vmap(f, in_dims=(None, 0)), in_dims=(0, 0))
     sizes = {
         "x": MetaTensorType(["a", 3], dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Unused results of the bodies of control flow are not in a program."""
+"""Unused results of the bodies of control flow are removed from programs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ X = torch.tensor([0.5, -1.5, 2.0])
 
 
 def _calls(f: Callable[..., Any], *args: Any) -> list[tuple[ControlFlow, int]]:
-    """The operators of control flow of a function's program, and how many operands each has."""
+    """Return the operators of control flow in a function's program, with operand counts."""
     graph = make_graph(f)(*args).graph
     return [(node.target, len(node.args)) for node in graph.nodes
             if isinstance(node.target, ControlFlow)]  # fmt: skip
 
 
 def _sizes(op: ControlFlow) -> list[tuple[int, int]]:
-    """How many arguments and results each body has."""
+    """Return the number of arguments and results of each body."""
     return [(len(body.inputs), len(next(iter(reversed(body.graph.nodes))).args[0]))
             for body in op.bodies]  # fmt: skip
 
@@ -51,7 +51,7 @@ def _unused_of_switch(p: torch.Tensor, x: torch.Tensor) -> Any:
 
 
 def _unused_of_loop(p: torch.Tensor, x: torch.Tensor) -> Any:
-    # The second is carried round for itself alone; the third is used by the condition.
+    # Nothing but the second itself uses it; the condition uses the third.
     def body(carry: Any) -> Any:
         a, b, n = carry
         return a * 2, b.sin() + a, n + 1
@@ -90,7 +90,7 @@ def test_unused_nodes_are_removed(f: Any, operands: int, sizes: list[tuple[int, 
     assert count == operands
     assert _sizes(op) == sizes
     program = make_graph(f)(p, X)
-    assert not any("exp" in node.name for node in program.graph.nodes)  # it served nothing else
+    assert not any("exp" in node.name for node in program.graph.nodes)  # nothing else used it
     torch.testing.assert_close(specialize(f)(p, X), f(p, X))
     torch.testing.assert_close(
         specialize(vmap(f, in_dims=(None, 0)))(p, X.expand(2, 3)), f(p, X).expand(2, *f(p, X).shape)

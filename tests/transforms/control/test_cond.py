@@ -1,4 +1,4 @@
-"""``cond`` and ``switch``: what is called, with what, and what is refused."""
+"""``cond`` and ``switch``: forms of calls, operands, and refusals."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_nested_branches_use_tensors_from_outside_both() -> None:
     ids=["inside", "around", "twice"],
 )
 def test_a_checkpoint_of_a_branch_that_only_some_examples_take(wrap: Any) -> None:
-    """Another run uses the subsets that the graph of the first one belongs to."""
+    """The rerun uses the subsets that the graph of the first run belongs to."""
 
     def f(x: torch.Tensor) -> Any:
         inner = checkpoint(lambda x: cond(x < 1, torch.exp, lambda x: x * x, x))
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_a_branch_that_only_some_examples_take(wrap: Any) -> Non
 
 @pytest.mark.parametrize("constant", [torch.sgn, torch.floor, torch.frac, lambda x: x.detach() * 1])
 def test_branches_that_close_over_values_with_a_constant_tangent(constant: Any) -> None:
-    """torch makes the zero tangent of such a value without the level of its vmap."""
+    """torch makes the zero tangent of a captured value without the level of its vmap."""
 
     def f(x: torch.Tensor, t: torch.Tensor) -> Any:
         def chosen(x: torch.Tensor) -> torch.Tensor:

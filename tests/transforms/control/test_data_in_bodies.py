@@ -1,4 +1,4 @@
-"""Numbers and sizes that bodies of control flow find in data, in programs."""
+"""Numbers and sizes that bodies of control flow read from data, in programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grown(x: Tensor, n: Tensor) -> Any:
 
 
 def added(x: Tensor) -> Any:
-    """The first number of the loop is known to torch, and is not what the loop goes on with."""
+    """Add a number that torch knows at the first step, and that changes in later steps."""
 
     def step(carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         at, total = carry
@@ -133,6 +133,6 @@ def test_a_size_that_leaves_its_body() -> None:
     def f(p: Tensor, x: Tensor) -> Any:
         return cond(p, lambda x: x[x > 0], lambda x: x[x < 0], x)
 
-    torch.testing.assert_close(f(yes, up), up)  # run as Python there is no such size
+    torch.testing.assert_close(f(yes, up), up)  # in eager Python there is no symbolic size
     with pytest.raises(DataDependentError, match=r"returns a tensor of shape \[.*\.shape\[0\]\]"):
         specialize(f)(yes, up)

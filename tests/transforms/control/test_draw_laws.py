@@ -1,4 +1,4 @@
-"""Laws of random numbers by example, on drawn programs: an example draws as it would alone."""
+"""Laws of random numbers by example, on random programs: an example draws as it would alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = int(os.environ.get("DRAW_LAWS_SEED", random.SystemRandom().randrange(1 <<
 
 
 def _drawn_function(choose: random.Random, depth: int) -> tuple[Func, str]:
-    """A function of one number that draws random numbers, and its text."""
+    """Return a function of one number that draws random numbers, and its text."""
     kinds = ["rand", "dropout", "normal", "cosine"]
     if depth:
         kinds += ["cond", "switch", "while", "fori", "scan", "vmap", "checkpoint"] * 2
@@ -120,7 +120,7 @@ X = torch.linspace(-2.0, 3.0, 5, dtype=torch.float64)
 
 @pytest.mark.parametrize("number", range(6))
 def test_examples_of_drawn_functions_draw_as_alone(number: int) -> None:
-    """In chunks, in a part of the batch, and in programs."""
+    """This holds in chunks, in a part of the batch, and in programs."""
     func = _function(number)
     whole = _from_seed(drawing(func), X)
     same(_from_seed(drawing(func, chunk_size=1), X), whole)

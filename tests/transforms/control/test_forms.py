@@ -1,4 +1,4 @@
-"""The forms in which JAX's and torch's functions of control flow are called; all mean the same."""
+"""The forms in which JAX's and torch's functions of control flow are called; all are equivalent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import tsfunc
 from tsfunc import specialize, vmap
 
-# A type checker knows the first of the names that a parameter has, and refuses what is refused.
+# A type checker knows the first name of a parameter only, and rejects calls that are refused.
 cond: Any = tsfunc.cond
 switch: Any = tsfunc.switch
 fori_loop: Any = tsfunc.fori_loop
@@ -198,7 +198,7 @@ def test_a_loop_over_a_range_of_floats_has_gradients_by_its_bounds() -> None:
 
 
 def test_parameters_with_defaults_are_not_operands() -> None:
-    """Functions made in a loop have what they close over as defaults."""
+    """Functions made in a loop bind their captured values as defaults."""
     scaled = [lambda pair, i=i: (pair[0] + pair[1]) * i for i in (1, 10)]
     both = [X, Y]
     assert switch(torch.tensor(1), scaled, both) == 50

@@ -16,7 +16,7 @@ from tsfunc import associative_scan, cond, fori_loop, scan, switch, while_loop
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs gcc"),
-    pytest.mark.filterwarnings("ignore"),  # torch's own, of its compiler
+    pytest.mark.filterwarnings("ignore"),  # warnings of torch's compiler
 ]
 
 LAYER = torch.nn.Linear(3, 3)
@@ -71,7 +71,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def operators(module: torch.fx.GraphModule) -> str:
-    """The names of all operators of a graph and the graphs in it."""
+    """Return the names of all operators of a graph and of its inner graphs."""
     graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
     return " ".join(str(node.target) for graph in graphs for node in graph.nodes)
 

@@ -1,4 +1,4 @@
-"""Control flow in programs, on values that lie in memory otherwise than the trace has seen."""
+"""Control flow in programs, on values whose memory layout differs from the traced one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "with gaps": lambda y: torch.stack([y, y], -1)[..., 0],
 }
 
-# Control flow of two functions from a tensor to one of its shape.
+# Functions that apply control flow to two functions from a tensor to one of its shape.
 FLOWS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
     "cond": lambda f, g, x: cond(x.sum() > 0, f, g, x),
     "switch": lambda f, g, x: switch((x.sum() > 0).long(), [f, g, torch.cos], x),
@@ -132,7 +132,7 @@ OUTER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_results_of_control_flow_lie_in_memory_in_any_way(flow: str) -> None:
-    """A program of bodies whose results have other strides than each other is its function."""
+    """Bodies return results with different strides; the program agrees with its function."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)

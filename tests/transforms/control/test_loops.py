@@ -1,4 +1,4 @@
-"""``while_loop`` and ``fori_loop``: carries, bounds, checkpoints, and what is refused."""
+"""``while_loop`` and ``fori_loop``: carries, bounds, checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsfunc.errors import TypeCheckError
 
 
 def collatz(n: Any) -> Any:
-    """The number of steps to 1."""
+    """Return the number of steps to 1."""
 
     def step(carry: Any) -> Any:
         n, steps = carry
@@ -42,7 +42,7 @@ def test_examples_that_are_done_leave_the_batch() -> None:
     class Counted(torch.autograd.Function):
         @staticmethod
         def forward(x: torch.Tensor) -> torch.Tensor:
-            sizes.append(1)  # the last one goes on by itself
+            sizes.append(1)  # the last one continues alone
             return x + 1
 
         @staticmethod
@@ -203,7 +203,7 @@ WITHOUT_STEPS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("loop", WITHOUT_STEPS.values(), ids=WITHOUT_STEPS)
 def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, loop: Any) -> None:
-    """As that of one with steps: a program's types do not depend on how often it runs."""
+    """A program's types do not depend on the number of steps."""
     x = torch.ones(4, 2) if run is vmap else torch.ones(2)
     calls: list[Any] = []
 
@@ -218,7 +218,7 @@ def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, 
         torch.testing.assert_close(run(lambda x: scalar(loop(kept, x)))(x), torch.ones_like(x))
     with pytest.raises(TypeCheckError, match=r"f32\[2\] has become f64\[2\]"):
         run(lambda x: scalar(loop(lambda c: c.double(), x)))(x)
-    assert torch.Tensor not in calls  # it was not run
+    assert torch.Tensor not in calls  # the body was not run
 
 
 def test_a_body_without_steps_may_refer_to_itself() -> None:
@@ -247,7 +247,7 @@ def test_invalid_bounds_and_policies_are_refused() -> None:
 
 
 def test_a_mapped_loop_of_a_program_reads_tensors_from_outside() -> None:
-    """Each example's bound is no argument of the program, which reads it anew."""
+    """An example's bound is not an argument of the program, which reads it anew."""
     bounds = torch.tensor([0, 2, 5])
 
     def f(n: torch.Tensor, x: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
 """Every operator of control flow under every transform equals the plain Python loop.
 
-A row is an operator with a kind of body: pytrees passed in, tensors closed over, writes in place.
-Beside it stands the same function in plain Python. A column is a transform of such a function.
-Each cell draws the batch dims of its vmaps, which tensors are mapped, and the examples, from the
-seed in pytest's header (``--hypothesis-seed``).
+A row is an operator with a kind of body: pytree operands, captured tensors, writes in place; and
+the same function in plain Python. A column is a transform of the function. Each cell draws the
+batch dims of its vmaps, the mapped tensors, and the examples, from the seed in pytest's header
+(``--hypothesis-seed``).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _jvp_of(f: Fn) -> Fn:
     return lambda x: jvp(f, (x,), (x.cos(),))[1]
 
 
-# Each takes the function and what makes a function of a batch: vmap, or the loop.
+# Each takes the function and a batching function: vmap, or the loop.
 COLUMNS: dict[str, Transform] = {
     "plain": lambda f, mapped: mapped(f) if mapped is _looped else _looped(f),
     "grad": lambda f, mapped: _looped(grad(f)),
@@ -293,21 +293,21 @@ def _looped(f: Fn) -> Fn:
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """A batch of batches, of sizes that differ."""
+    """Return a batch of batches of different sizes."""
     return x.view(2, x.shape[0] // 2, *x.shape[1:])
 
 
 class Places:
-    """``vmap`` with batch dims that are drawn, as a function of a batch whose dim is the first."""
+    """``vmap`` with random batch dims, as a function of a batch whose dim is the first."""
 
     def __init__(self, seed: str) -> None:
         draw = random.Random(seed)
-        # For a batch of vectors and for a batch of batches: where the batch dims are.
+        # For a batch of vectors and for a batch of batches: the positions of the batch dims.
         self.given = {2: draw.choice((0, 1, -1)), 3: draw.choice((0, 1, 2, -1, -2))}
         self.returned = {2: draw.choice((0, -1)), 3: draw.choice((0, -1))}
         signs = torch.tensor([1.0, -1.0, 0.2, 1.0, -1.0, 1.0, -0.5, 0.3])
         sizes = torch.tensor([[draw.uniform(0.1, 1.2) for _ in range(3)] for _ in signs])
-        # Examples that all differ, some of which go different ways.
+        # Examples that all differ, some of which choose differently.
         self.inputs = (sizes * signs[:, None]).double()[: draw.choice((6, 8))]
 
     def __call__(self, f: Fn) -> Fn:
@@ -320,7 +320,7 @@ class Places:
 
 
 def _cells(part: int) -> list[Any]:
-    """Every cell; one in ``part`` of them, always the same, runs in the quick suite."""
+    """Yield every cell; a fixed selection, one in ``part``, runs in the quick suite."""
     cells = []
     for row, column in itertools.product(ROWS, COLUMNS):
         quick = zlib.crc32(f"{row} {column}".encode()) % part == 0

@@ -32,7 +32,7 @@ WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain",
 
 
 def triangle(n: torch.Tensor) -> Any:
-    """Counts the pairs (i, j) with j <= i < n."""
+    """Count the pairs (i, j) with j <= i < n."""
 
     def row(i: Any, count: Any) -> Any:
         return while_loop(lambda s: s[0] <= i, lambda s: (s[0] + 1, s[1] + 1), (0, count))[1]
@@ -113,7 +113,7 @@ def _by_tensor(x: torch.Tensor) -> Any:
 
 
 def _by_floor(x: torch.Tensor) -> Any:
-    # Floor division has no formula for tangents, so forward mode is two passes backward.
+    # Floor division has no formula for tangents, so forward mode takes two backward passes.
     return switch((x.sum() // 1).to(torch.int32), [lambda: 3 * x, lambda: x.sin()])
 
 
@@ -160,7 +160,7 @@ def _stand_ins() -> list[Any]:
 @pytest.mark.parametrize("derivative", [jacfwd, hessian], ids=["jacfwd", "hessian"])
 @pytest.mark.parametrize("name", ["cond", "while_loop"])
 def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str) -> None:
-    """The Jacobian's own vmap is inside of the one whose examples are in subsets."""
+    """The Jacobian's own vmap is inside of the vmap whose examples are in subsets."""
 
     def choosing(x: torch.Tensor) -> Any:
         if name == "cond":

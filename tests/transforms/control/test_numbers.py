@@ -1,4 +1,4 @@
-"""Python numbers among carries and results: they take the type that they meet."""
+"""Python numbers among carries and results take the dtype of their counterpart."""
 
 from __future__ import annotations
 

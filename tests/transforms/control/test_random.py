@@ -1,4 +1,4 @@
-"""Random numbers in bodies: a program draws what the function does, and derivatives no more."""
+"""Random numbers in bodies: a program draws as its function does, and derivatives draw no more."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_map_calls_with_one_slice_at_a_time() -> None:
     assert shapes == [(2,)] * 3
     batched = tsfunc.map(f, torch.ones(5, 2), 2.0, batch_size=2)
     torch.testing.assert_close(batched, torch.full((5,), 4.0))
-    assert shapes[3:] == [(2,)] * 3  # two, two, and the one that is left
+    assert shapes[3:] == [(2,)] * 3  # two, two, and one remaining step
 
 
 @given(st.integers(1, 9), st.integers(0, 1), st.booleans())

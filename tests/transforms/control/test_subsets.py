@@ -1,4 +1,4 @@
-"""Bodies of loops on some of a vmap's examples: what is closed over, and the last one left."""
+"""Bodies of loops on subsets of a vmap's examples: captured values, and the last active example."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _every(f: Any, *columns: torch.Tensor) -> torch.Tensor:
 
 
 def _closing_over(x: torch.Tensor, n: torch.Tensor) -> Any:
-    parts = [x * 2, x.sin()]  # closed over in a list: of all examples
+    parts = [x * 2, x.sin()]  # captured in a list: of all examples
 
     def step(carry: Any) -> Any:
         i, y = carry
@@ -87,7 +87,7 @@ def _derivative_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
 
 
 def _pullback_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
-    """Cotangents, tangents and points from outside of the loop."""
+    """Return a function whose cotangents, tangents and points come from outside of the loop."""
 
     def step(i: Any, y: Any) -> Any:
         out, pull = vjp(lambda z: z.sin() * y, x)
@@ -262,7 +262,7 @@ def test_a_loop_in_many_steps_ends_each_example_at_its_own() -> None:
 @pytest.mark.parametrize("randomness", ["same", "different", "split"])
 @pytest.mark.parametrize("own", [False, True], ids=["the default generator", "one of its own"])
 def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -> None:
-    """Branches that need all examples are begun on subsets, and then run on all of them."""
+    """Branches that need all examples begin on subsets, and then run on all of them."""
     generator = torch.Generator() if own else torch.default_generator
 
     def draw() -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -
 
     def of_all(x: torch.Tensor) -> Any:
         first = draw()
-        second = first if randomness == "split" else draw()  # its first one, as if alone
+        second = first if randomness == "split" else draw()  # its first draw, as if alone
         return torch.where(x > 0, second + psum(x, "i"), first - x)
 
     def looped(x: torch.Tensor) -> Any:
@@ -320,7 +320,7 @@ def test_no_examples_of_an_index() -> None:
 
 
 def test_derivatives_in_a_body_that_a_program_runs_on_subsets() -> None:
-    """The vmap's level is set apart while the body is traced; autograd is not recorded at it."""
+    """The vmap's level is inactive while the body is traced, so autograd records nothing at it."""
 
     def step(c: torch.Tensor) -> Any:
         return c - 0.1 * grad(lambda y: (y.sin() * y).sum())(c)
@@ -343,7 +343,7 @@ def test_derivatives_in_a_body_that_a_program_runs_on_subsets() -> None:
     torch.testing.assert_close(specialize(vmap(vmap(f)))(twice), expected.expand(2, 3, 2))
 
 
-# A branch that calls a Python function of torch on tensors that it closes over.
+# A branch that calls a Python function of torch on captured tensors.
 CALLS_OF_PYTHON_FUNCTIONS = """
 import torch
 import torch.nn.functional as F
@@ -361,7 +361,7 @@ for function in functions:
 
 
 def test_python_functions_of_torch_in_branches_leave_memory_intact() -> None:
-    """In a process of its own, since memory that is freed twice ends the process."""
+    """In another process, since a double free of memory ends the process."""
     out = subprocess.run(
         [sys.executable, "-c", CALLS_OF_PYTHON_FUNCTIONS],
         cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,

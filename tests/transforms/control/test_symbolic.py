@@ -1,4 +1,4 @@
-"""Sizes of named dims as what control flow chooses by, counts, carries and returns, in programs."""
+"""Sizes of named dims as choices, counts, carries and results of control flow, in programs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SIZES = (2, 3, 5, 9)
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """The same values, of which a program has as tensors what are numbers without it."""
+    """Compare values; a program has tensors in place of some numbers."""
     for g, w in zip(leaves(got), leaves(want), strict=True):
         torch.testing.assert_close(torch.as_tensor(g), torch.as_tensor(w))
 
 
 def for_any_size(f: Callable[..., Any]) -> Any:
-    """The function as a program for tensors of any number of entries."""
+    """Return the function as a program for tensors of any number of entries."""
     return specialize(f, {"x": MetaTensorType(["n"])})
 
 
 def check(f: Callable[..., Any]) -> Any:
-    """One program for all sizes gives what the function gives."""
+    """Check that one program for all sizes agrees with the function."""
     program = for_any_size(f)
     for n in SIZES:
         x = torch.randn(n, requires_grad=True)
@@ -48,7 +48,7 @@ def test_a_size_decides_which_branch_is_taken() -> None:
     check(lambda x: cond(x.shape[0] == 3, torch.sin, torch.cos, x))
     check(lambda x: cond(x.shape[0] > 4, torch.sin, torch.cos, x))
     check(lambda x: switch(x.shape[0] - 3, [torch.sin, torch.cos, torch.tanh], x))
-    check(lambda x: cond(x.shape[0] > 1, torch.sin, torch.cos, x))  # known of any size
+    check(lambda x: cond(x.shape[0] > 1, torch.sin, torch.cos, x))  # known for every size
 
 
 def test_a_size_that_depends_on_data_decides() -> None:
@@ -138,8 +138,8 @@ def test_a_loop_over_numbers_is_one_node() -> None:
     program = specialize(f)
     x = torch.randn(3)
     assert_same(program(x), f(x))
-    # One loop, not a hundred steps. Its carries are copied into memory of their own before it, and
-    # selected after it, since a loop without steps has another derivative.
+    # One loop, not a hundred steps. Its carries are copied before it, and selected after it, since
+    # a loop without steps has another derivative.
     nodes = program.graph_module.graph.nodes
     assert [node.target for node in nodes].count(torch.ops.higher_order.while_loop) == 1
     assert len(nodes) < 20

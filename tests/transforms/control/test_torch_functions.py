@@ -1,4 +1,4 @@
-"""torch's own control flow inside of our transforms: torch.cond and its like."""
+"""torch's own control flow inside of our transforms: torch.cond and similar functions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def products(x: Tensor) -> Tensor:
     return found
 
 
-# Of each what it is in Python, as torch's own means nothing to torch.func.
+# The equivalent in Python for each, since torch.func does not support torch's operators.
 PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
     chosen: lambda x: x.sin() * SCALE if x.sum() > 0 else x.cos() + SCALE,
     chosen_of_nothing: lambda x: x * 2 if x.sum() > 0 else x - SCALE,
@@ -215,7 +215,7 @@ def test_outside_of_transforms_torchs_own_runs() -> None:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_an_associative_scan_over_a_named_dim(reverse: bool) -> None:
-    """torch's own halves the elements until one is left."""
+    """torch's own associative scan halves the elements until one is left."""
 
     def f(x: Tensor, y: Tensor) -> Any:
         def step(a: Any, b: Any) -> Any:
@@ -228,7 +228,7 @@ def test_an_associative_scan_over_a_named_dim(reverse: bool) -> None:
     for n in (6, 9, 2, 1, 21):
         x, y = torch.rand(2, n, 3)
         torch.testing.assert_close(g(x, y), f(x, y))
-    assert g.cache_info().programs == 2  # one is for n = 1
+    assert g.cache_info().programs == 2  # one program is for n = 1
 
 
 BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -241,7 +241,7 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_torch_func_in_bodies(name: str) -> None:
-    """Tensors of torch.func's transforms are not tensors from outside of the body."""
+    """Tensors of torch.func's transforms do not count as tensors from outside of the body."""
     body = BODIES[name]
 
     def f(x: Tensor) -> Any:

@@ -41,7 +41,7 @@ def _rows(x: torch.Tensor) -> Any:
     return scan(lambda c, r: (c * r, (c + r, r)), ONE, x, reverse=True)
 
 
-# What torch's operator it is, and the function.
+# The name of torch's operator, and the function.
 CASES: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "cond": ("cond", lambda x: cond(x.sum() > 0, lambda: (x.sin(), x), lambda: (x * W, x))),
     "cond-number": ("cond", lambda x: cond(x.sum(), lambda: x.sin(), lambda: x.t())),
@@ -157,7 +157,7 @@ def test_an_elementwise_associative_scan_is_torchs_where_inductor_has_it(
     _, module, expected = _program(f, X)
     assert _names(module.graph) == {"associative_scan"}
     torch.testing.assert_close(list(module(X)), expected)
-    # What is not elementwise is combined one after the other.
+    # A combination that is not elementwise runs sequentially, as a scan.
     _, module, _ = _program(CASES["associative_scan-matrices"][1], X)
     assert _names(module.graph) == {"scan"}
 
@@ -176,7 +176,7 @@ def test_the_module_has_gradients_by_torchs_own_rules(key: str) -> None:
 
 
 class Tripled(torch.autograd.Function):
-    """A function that brings another derivative than that of what its forward does."""
+    """A function whose derivative differs from that of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
