@@ -27,6 +27,7 @@ from tests.ops.derivatives import (
     torch_along,
 )
 from tests.ops.sweep import Mode, Verdict, sweep_case
+from tsfunc import jacfwd, jacrev, jvp, specialize, vmap
 
 F = torch.nn.functional
 ALL = (*MODES, *FURTHER)
@@ -300,3 +301,23 @@ def test_a_mask_that_has_another_number_of_places() -> None:
 def test_values_without_derivatives_do_not_count() -> None:
     for mode in (VMAP_GRAD, GRAD_VMAP, VMAP_JVP):
         assert verdicts(mode, case(lambda x: x.argmax(), rand(3))).keys() == {Verdict.NONE}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("name", ["maximum", "minimum", "fmax", "fmin"])
+def test_extrema_with_an_operand_of_another_dtype_have_forward_derivatives(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Forward mode subtracts the tangents of the operands, which bool tensors refuse."""
+    op = getattr(torch, name)
+    x = torch.randn(2, 5, dtype=torch.float64)
+    for other in (torch.rand(5).round().to(dtype), torch.tensor(1).to(dtype)):
+
+        def f(x: Tensor, other: Tensor = other) -> Tensor:
+            out: Tensor = op(op(other, x) * 2, other)
+            return out
+
+        expected = torch.stack([torch.autograd.functional.jacobian(f, one) for one in x])
+        for transformed in (vmap(jacfwd(f)), vmap(jacrev(f)), specialize(vmap(jacfwd(f)))):
+            torch.testing.assert_close(transformed(x), expected)
+        torch.testing.assert_close(jvp(f, (x,), (x,))[1], (expected * x[:, None]).sum(-1))
