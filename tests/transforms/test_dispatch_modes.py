@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tsfunc
 from tests.transforms.support import same
-from tsfunc import grad, specialize, vmap
+from tsfunc import grad, jvp, specialize, vmap
 
 X = torch.arange(12.0).view(3, 4).sin()
 W: Tensor = torch.arange(16.0).view(4, 4).cos()
@@ -145,6 +146,38 @@ def test_composite_operators_with_keyword_arguments_under_a_mode(name: str, mode
         with mode():
             out = vmap(f)(x)
         same(out, torch.stack([f(each) for each in x]))
+
+
+DECOMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"),
+    "bilinear": lambda x: F.interpolate(x, size=(3, 5), mode="bilinear"),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "softmax": lambda x: x.softmax(-1),
+}
+TOWERS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "vmap": vmap,
+    "vmap(jvp)": lambda f: vmap(lambda x: jvp(f, (x,), (x.cos(),))),
+    "jvp(vmap)": lambda f: lambda x: jvp(vmap(f), (x,), (x.cos(),)),
+    "vmap(grad)": lambda f: vmap(grad(lambda x: f(x).sin().sum())),
+    "grad(vmap)": lambda f: grad(lambda x: vmap(f)(x).sin().sum()),
+    "vmap(jvp(grad))": lambda f: vmap(
+        lambda x: jvp(grad(lambda x: f(x).sin().sum()), (x,), (x.cos(),))
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [InPython, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("name", DECOMPOSED)
+@pytest.mark.parametrize("tower", TOWERS)
+def test_operators_that_a_mode_decomposes_under_derivatives(
+    tower: str, name: str, mode: Any
+) -> None:
+    transformed = TOWERS[tower](DECOMPOSED[name])
+    for _ in range(2):
+        x = torch.randn(3, 1, 2, 4, 4, dtype=torch.float64)
+        with mode():
+            got = transformed(x)
+        torch.testing.assert_close(got, transformed(x))
 
 
 class TenTimes(TorchFunctionMode):

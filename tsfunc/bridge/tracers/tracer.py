@@ -18,7 +18,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _functorch, _skip_one_hop_torch_function
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _DisableTorchDispatch,
+    _functorch,
+    _skip_one_hop_torch_function,
+)
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import resolve_name
@@ -492,15 +497,17 @@ def _call_torch(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
                 # A torch.func transform inside the level must see the call first.
                 return call_below_function(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
-            if not level.autograd or torch.is_inference_mode_enabled():
+            unrecorded = not level.autograd or torch.is_inference_mode_enabled()
+            if isinstance(func, OpOverload):
                 below = below_autograd()
-                if isinstance(func, OpOverload) and (below or not kwargs) and not any_autocast():
+                if (below or (unrecorded and not kwargs)) and not any_autocast():
                     # A dispatch mode's handler is below autograd; values inside the tracers are
                     # not. The mode may be decomposing the operator, and must not get it again.
                     # A random operator must reach active levels without arguments too.
                     op = operator_of(func)
-                    if not op.random:
+                    if below or not op.random:
                         return op.call(args, kwargs, below)
+            if unrecorded:
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                     args = tuple([lift_where(x, level, is_recorded_outside) for x in args])
                     kwargs = {
@@ -557,7 +564,7 @@ def is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
     with DisableTorchFunctionSubclass():
         if value.requires_grad or forward_ad._current_level < 0:
             return value.requires_grad
-        with with_views():  # torch's unpack_dual makes an alias
+        with with_views(), _DisableTorchDispatch():  # modes must not get unpack_dual's alias
             return forward_ad.unpack_dual(value).tangent is not None
 
 
