@@ -247,7 +247,7 @@ class TestMistakes:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about the CPU")
     def test_cudagraphs_without_a_cuda_device(self) -> None:
-        with pytest.raises(ValueError, match=r"'cudagraphs'.* are on cpu.*'inductor'"):
+        with pytest.raises(ValueError, match=r"'cudagraphs'.*got tensors on cpu.*'inductor'"):
             specialize(layer, backend="cudagraphs")(torch.ones(3, 4))
 
     def test_derivatives_of_control_flow(self) -> None:

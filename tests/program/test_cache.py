@@ -173,12 +173,14 @@ class TestLimit:
 
     @pytest.mark.parametrize("limit", [0, -1, 2.5, None, "3", True])
     def test_a_wrong_limit(self, limit: Any) -> None:
-        with pytest.raises(ValueError, match="max_specializations= takes how many programs"):
+        with pytest.raises(
+            ValueError, match="max_specializations: expected the number of programs"
+        ):
             specialize(lambda x: x, max_specializations=limit)
 
 
 def test_auto_widen_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="auto_widen= takes True or False, got 'no'"):
+    with pytest.raises(TypeError, match="auto_widen: expected True or False, got 'no'"):
         specialize(torch.sin, auto_widen="no")  # type: ignore[call-overload]
 
 

@@ -63,16 +63,16 @@ LOCAL, LISTED, LAST = b"PK\3\4", b"PK\1\2", b"PK\5\6"
 # Numbers in the records of a zip: the record, the position, the numbers, and the error.
 RECORDS: dict[str, tuple[bytes, int, str, tuple[int, ...], str]] = {
     "encrypted": (LISTED, 8, "<H", (1,), "entry 'format.json' is encrypted"),
-    "encrypted inside": (LOCAL, 6, "<H", (1,), "'format.json' is not what the archive's directory"),
+    "encrypted inside": (LOCAL, 6, "<H", (1,), "'format.json' differs from its record"),
     "sizes later": (LISTED, 8, "<H", (8,), "of a kind that entries never are"),
-    "sizes later inside": (LOCAL, 6, "<H", (8,), "is not what the archive's directory says"),
+    "sizes later inside": (LOCAL, 6, "<H", (8,), "differs from its record in the archive"),
     "method": (LISTED, 10, "<H", (99,), "'format.json' is compressed"),
-    "method inside": (LOCAL, 8, "<H", (12,), "is not what the archive's directory says"),
-    "checksum inside": (LOCAL, 14, "<I", (7,), "is not what the archive's directory says"),
-    "sizes inside": (LOCAL, 18, "<2I", (1, 1), "is not what the archive's directory says"),
-    "no size": (LOCAL, 18, "<2I", (0xFFFFFFFF,) * 2, "is not what the archive's directory says"),
-    "name inside": (LOCAL, 30, "<B", (ord("g"),), "is not what the archive's directory says"),
-    "length of name": (LOCAL, 26, "<H", (5,), "is not what the archive's directory says"),
+    "method inside": (LOCAL, 8, "<H", (12,), "differs from its record in the archive"),
+    "checksum inside": (LOCAL, 14, "<I", (7,), "differs from its record in the archive"),
+    "sizes inside": (LOCAL, 18, "<2I", (1, 1), "differs from its record in the archive"),
+    "no size": (LOCAL, 18, "<2I", (0xFFFFFFFF,) * 2, "differs from its record in the archive"),
+    "name inside": (LOCAL, 30, "<B", (ord("g"),), "differs from its record in the archive"),
+    "length of name": (LOCAL, 26, "<H", (5,), "differs from its record in the archive"),
     "length of more": (LOCAL, 28, "<H", (500,), "entry '.*' overlaps another entry"),
     "no entry": (LOCAL, 0, "<B", (0,), "'format.json' is cut off: it does not begin as one"),
     "place": (LISTED, 42, "<I", (7,), "'format.json' does not begin where the one before it ends"),
@@ -211,7 +211,7 @@ class TestContainers:
         manifest = json.loads(entries_of(good)["format.json"])
         manifest["entries"][GRAPH]["bytes"] = 1 << 60
         data = archive_of(entries_of(good), manifest)
-        refused(tmp_path, data, f"entry '{GRAPH}' has .* bytes, not")
+        refused(tmp_path, data, f"entry '{GRAPH}' expected .* bytes, got")
 
     def test_a_later_format(self, good: bytes, tmp_path: Path) -> None:
         data = edited(good, "format.json", lambda manifest: {**manifest, "version": 99})
@@ -225,8 +225,8 @@ class TestContainers:
             (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "not the path of a tensor"),
             (GRAPH, lambda d: d["state"]["updates"].pop(1), "results for them"),
             (GRAPH, lambda d: d["state"].update(arguments=7), "inputs that the call does not have"),
-            (GRAPH, lambda d: d["state"].update(reads=[]), "the graph has 2 inputs"),
-            (GRAPH, lambda d: d.pop("state"), "the graph has 2 results"),
+            (GRAPH, lambda d: d["state"].update(reads=[]), "expected 2 inputs, got"),
+            (GRAPH, lambda d: d.pop("state"), "expected 2 results, got"),
             (FUNCTION, lambda d: d.pop("state"), "expected an integer from 0"),
             (FUNCTION, lambda d: d["state"][0].update(value={"tensor": "t9"}), "no tensor 't9'"),
         ],
@@ -256,7 +256,7 @@ class TestContainers:
             (
                 FUNCTION,
                 lambda d: add_condition(d, "n"),
-                "not a comparison of sizes",
+                "expected a comparison of sizes",
             ),
             (FUNCTION, lambda d: add_condition(d, 3), "expected"),
             (FUNCTION, lambda d: form_of(d).update(guards={}), "expected"),
@@ -282,7 +282,7 @@ class TestContainers:
             (lambda c: c.update(policy={"operators": ["aten::none"]}), "no operator 'aten::none'"),
             (lambda c: c.update(policy={"either": [], "operators": []}), "policy"),
             (lambda c: c.update(random=1), "random: expected"),
-            (lambda c: c["bodies"].append(c["bodies"][0]), "a checkpoint has one body"),
+            (lambda c: c["bodies"].append(c["bodies"][0]), "expected one body, got 2"),
             (lambda c: c.update(kind="recompute"), "recompute|policy"),
             (lambda c: c.update(kind="states"), "devices is missing"),
         ],
@@ -367,13 +367,14 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("unknown operator", set_in("mul", "operator", "aten::mull.Tensor"),
      r"nodes\[\d+\]\.operator: there is no operator 'aten::mull.Tensor'.*torch is 2"),
     ("another library's", set_in("mul", "operator", "mine::mul"),
-     r"import what registers it \(mine\)"),
+     r"import the module that registers it \(mine\)"),
     ("files", set_in("mul", "operator", "aten::from_file"), "no operator 'aten::from_file'"),
     ("attributes", set_in("mul", "operator", "__class__::__init__"), "there is no operator"),
-    ("too many arguments", set_in("mul", "args", [1, 2, 3, 4]), "takes 2 arguments, not 4"),
-    ("too few", set_in("mul", "args", []), "has no self"),
-    ("kinds", set_in("mul", "args", [{"node": "x"}, "two"]), "other of aten::mul.Tensor is of"),
-    ("keywords", set_in("mul", "kwargs", {"out": None}), "has no argument 'out'"),
+    ("too many arguments", set_in("mul", "args", [1, 2, 3, 4]), "expected 2 arguments, got 4"),
+    ("too few", set_in("mul", "args", []), "expected an argument self, got none"),
+    ("kinds", set_in("mul", "args", [{"node": "x"}, "two"]), "aten::mul.Tensor: expected other "
+     "of type"),
+    ("keywords", set_in("mul", "kwargs", {"out": None}), "got an unknown argument 'out'"),
     ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "not the name of an argument"),
     ("cycles", set_in("mul", "args", [{"node": "mul_tensor"}, 2]), "no node 'mul_tensor' before"),
     ("names that are code", set_in("mul", "name", "x; print()"), "expected the name of a node"),
@@ -396,8 +397,8 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("size expressions", lambda d: node(d, "mul")["type"].update(shape=[["**", 2, "n"], 3]),
      r"shape\[0\]\[0\]: expected a size"),
     ("dims", lambda d: node(d, "mul")["type"].update(shape=["m", 3]), "expected a size, got 'm'"),
-    ("results", lambda d: d.update(results={"tuple": ["*"]}), "the graph has 3 results"),
-    ("inputs", lambda d: d.update(inputs=[0, 1]), "the graph has 1 inputs"),
+    ("results", lambda d: d.update(results={"tuple": ["*"]}), "expected 3 results, got 1"),
+    ("inputs", lambda d: d.update(inputs=[0, 1]), "expected 1 inputs, got 2"),
     ("keys", lambda d: d.update(more=1), "there is no 'more' in such an object"),
     ("no keys", lambda d: d.pop("graph"), "graph is missing"),
     ("classes", lambda d: d.update(results={"class": "os._wrap_close", "children": []}),
@@ -461,7 +462,7 @@ TENSOR_CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("no devices", {"device": "os"}, "expected a device of torch"),
     ("negative", {"strides": [-1, 1]}, "expected an integer from 0"),
     ("integers that require grad", {"dtype": "int32", "requires_grad": True}, "can't require grad"),
-    ("memory", {"memory": "t9"}, "its tensors are not those"),
+    ("memory", {"memory": "t9"}, "expected the tensors .* of the programs, got"),
 ]
 
 
@@ -548,7 +549,7 @@ def _calls_itself(function: Any) -> None:
         (_function("vjp", lambda f: f.update(kind="jvp")), "wrt.* is missing|no 'differentiable'"),
         (_function("vjp", lambda f: f.update(tensors=2)), "called with other values"),
         (_function("vjp", lambda f: f.update(tensors=1 << 40)), "tensors: expected an integer"),
-        (_function("vjp", lambda f: f.update(results=2)), "it returns 1 values, not 2"),
+        (_function("vjp", lambda f: f.update(results=2)), "expected 2 results, got 1"),
         (_function("vjp", lambda f: f.update(count=2)), "count: expected an integer"),
         (
             _index("vjp", "differentiable", 1),
@@ -562,7 +563,10 @@ def _calls_itself(function: Any) -> None:
             _part("primal", lambda p: p.update(name="a\nb")),
             "expected a line of text",
         ),
-        (_part("primal", lambda p: p["graph"].update(outputs=[None])), "nothing where"),
+        (
+            _part("primal", lambda p: p["graph"].update(outputs=[None])),
+            "expected a tensor for each result, got null",
+        ),
         (_function("vjp", _calls_itself), "in a circle, or too deeply"),
         (_index("jvp", "wrt", 3), "wrt.*expected an integer"),
         (_function("jvp", lambda f: f.update(more=1)), "there is no 'more' in such an object"),

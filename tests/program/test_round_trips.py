@@ -173,7 +173,7 @@ def test_a_derivative_draws_the_numbers_of_the_call(kind: str, tmp_path: Path) -
     f.save(tmp_path / "f.tsf")
     loaded = load(tmp_path / "f.tsf")
     alike(outcome(loaded, x), (value, slope))
-    with pytest.raises(TypeCheckError, match="differentiates what draws random"):
+    with pytest.raises(TypeCheckError, match="differentiates random operators"):
         specialize(loaded)(x)
 
 

@@ -259,7 +259,7 @@ def hooked() -> Tensor:
     ("f", "x", "message"),
     [
         (_version, leaf, "_version is read at .*test_tensor_guards.py:.* counts the writes"),
-        (_node, leaf, "grad_fn is read at .*Ask x.requires_grad"),
+        (_node, leaf, "grad_fn is read at .*Read x.requires_grad"),
         (_memory, leaf, r"_is_view\(\) of a computed value is called"),
         (lambda x: x * (x._base is None), lambda: torch.ones(4)[1:], "_base is read"),
         (_one_memory, leaf, r"is_set_to\(\) is called"),

@@ -118,13 +118,13 @@ BREAKS: dict[Callable[[Program], None], str] = {
     name_it_as_another: "another value has the same name",
     call_a_module: "a program has no call_module nodes",
     read_what_is_not_there: "the program has no tensor weight",
-    give_a_list_for_a_tensor: r"aten::sin takes a Tensor for self, got \[x\]",
-    give_a_tensor_for_a_list: r"aten::cat takes a List\[Tensor\] for tensors, got sin_default",
-    give_a_tensor_for_a_number: "takes a .*int.* for dim",
-    give_a_text_for_a_number: "aten::cat takes a int for dim, got 'last'",
-    leave_an_argument_out: "aten::div.Tensor is called without other",
-    give_too_much: "aten::sin takes 1 arguments, got 2",
-    give_it_by_a_wrong_name: "aten::cat has no argument axis",
+    give_a_list_for_a_tensor: r"aten::sin: expected a Tensor for self, got \[x\]",
+    give_a_tensor_for_a_list: r"aten::cat: expected a List\[Tensor\] for tensors, got sin_default",
+    give_a_tensor_for_a_number: "expected a .*int.* for dim",
+    give_a_text_for_a_number: "aten::cat: expected a int for dim, got 'last'",
+    leave_an_argument_out: "aten::div.Tensor: expected an argument other, got none",
+    give_too_much: "aten::sin: expected at most 1 arguments, got 2",
+    give_it_by_a_wrong_name: "aten::cat: got an unknown argument axis",
     say_another_type: "its dtype is torch.float32, not torch.float64",
     say_another_shape: r"its shape is \[2\*n\], not \[n, 3\]",
     call_another_operator: "its operator is aten::sin, but it calls aten.cos.default",
@@ -172,7 +172,7 @@ def test_bodies_of_control_flow() -> None:
     inner = [n for body in call.target.bodies for n in body.graph.nodes]
     sine = next(n for n in inner if n.name.startswith("sin"))
     sine.args = (sine.args[0], 1)
-    with pytest.raises(MalformedProgramError, match="takes 1 arguments"):
+    with pytest.raises(MalformedProgramError, match="expected at most 1 arguments"):
         program.verify()
 
 

@@ -228,11 +228,11 @@ WRONG: dict[str, tuple[Any, tuple[Tensor, ...], str]] = {
     "exchanged": (product(lambda r, ct: (ct * r[0], ct * r[1])), (X, Y), REVERSE),
     "another shape": (
         product(lambda r, ct: (ct * r[1], ct * r[0])), (X[0], Y),
-        r"A rule does not return .* argument x must be of .*shape \(\), got .* shape \(3,\)",
+        r"A rule does not return .* argument x: expected .*shape \(\), got .* shape \(3,\)",
     ),
     "another type": (
         product(lambda r, ct: (ct * r[1].double(), ct * r[0])), (X, Y),
-        r"A rule does not return .* argument x must be of torch.float32 .* got torch.float64",
+        r"A rule does not return .* argument x: expected torch.float32 .* got torch.float64",
     ),
     "a term too much": (
         sine(lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1)), (X,),

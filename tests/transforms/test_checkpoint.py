@@ -329,7 +329,7 @@ def test_results_can_be_written_into() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(TypeError, match="checkpoint: policy must be None"):
+    with pytest.raises(TypeError, match="checkpoint: policy: expected None"):
         checkpoint(torch.sin, policy="some")
 
     def fails(x: Tensor) -> Tensor:

@@ -231,12 +231,12 @@ def test_random_numbers_differ_between_chunks() -> None:
     [
         ({"chunk_size": "half"}, "chunk_size should be None or greater than 0. (got half)"),
         ({"chunk_size": -1}, "chunk_size should be None or greater than 0. (got -1)"),
-        ({"memory_budget": 0}, "memory_budget should be None or a number of bytes greater than 0"),
-        ({"memory_budget": "8G"}, "(got '8G')"),
-        ({"memory_budget": True}, "(got True)"),
+        ({"memory_budget": 0}, "memory_budget: expected None or a number of bytes greater than 0"),
+        ({"memory_budget": "8G"}, "got '8G'"),
+        ({"memory_budget": True}, "got True"),
         (
             {"memory_budget": 10, "chunk_size": 3},
-            "memory_budget= goes with chunk_size='auto'. (got chunk_size=3)",
+            "memory_budget: expected chunk_size='auto' beside it, got 3",
         ),
     ],
 )

@@ -180,11 +180,11 @@ def test_an_unbound_name_is_an_error_that_lists_the_bound_ones() -> None:
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="each destination must be an example's number"):
+    with pytest.raises(ValueError, match="expected each destination to be an example's number"):
         over(lambda x: tsfunc.ppermute(x, "i", [(0, 1), (2, 1)]))(X)
-    with pytest.raises(ValueError, match="each source must be an example's number"):
+    with pytest.raises(ValueError, match="expected each source to be an example's number"):
         over(lambda x: tsfunc.ppermute(x, "i", [(7, 1)]))(X)
-    with pytest.raises(ValueError, match=r"the size of dim 0 must be 4.*of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"the size of dim 0: expected 4.*of shape \(3,\)"):
         over(lambda x: tsfunc.psum_scatter(x, "i"))(X)
     with pytest.raises(ValueError, match="the size of dim 0 must be a multiple of 4"):
         over(lambda x: tsfunc.all_to_all(x, "i", 0, 0, tiled=True))(X)
@@ -369,7 +369,7 @@ def test_collectives_over_two_axes_are_those_over_the_examples_of_both(run: Any)
 
 
 def test_sizes_that_do_not_fit_several_axes_are_refused_by_all_their_names() -> None:
-    with pytest.raises(ValueError, match=r"must be 12, the product of .* 'a' and 'b', got .*\(4,"):
+    with pytest.raises(ValueError, match=r"expected 12, the product of .* 'a' and 'b', got .*\(4,"):
         vmap(vmap(lambda x: tsfunc.psum_scatter(x, ("a", "b")), axis_name="b"), axis_name="a")(
             torch.ones(3, 4, 4)
         )

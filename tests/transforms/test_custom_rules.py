@@ -215,30 +215,30 @@ def test_rules_that_are_missing_or_malformed_are_errors() -> None:
         vmap(g)(x)
     bad = custom_vjp(lambda x: x.sum())
     bad.defvjp(lambda x: x.sum(), lambda r, ct: (ct,))
-    with pytest.raises(TypeError, match="must return a pair, the result and the residuals"):
+    with pytest.raises(TypeError, match="expected a pair, the result and the residuals"):
         grad(bad)(x)
     bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct, ct))
-    with pytest.raises(TypeError, match=r"must return a tuple of 1.*got 2"):
+    with pytest.raises(TypeError, match=r"expected a tuple of 1.*got 2"):
         grad(bad)(x)
     bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct,))
     with pytest.raises(
         TypeError,
-        match=r"the cotangent of argument x must be of .* shape \(2,\), got .* shape \(\)",
+        match=r"the cotangent of argument x: expected .* shape \(2,\), got .* shape \(\)",
     ):
         grad(bad)(x)
     worse = custom_jvp(lambda x: x.sum())
     worse.defjvp(lambda p, t: p[0].sum())
-    with pytest.raises(TypeError, match="must return a pair, the result and its tangent"):
+    with pytest.raises(TypeError, match="expected a pair, the result and its tangent"):
         jvp(worse, (x,), (x,))
     worse.defjvp(lambda p, t: (p[0].sum(), [t[0].sum()]))
-    with pytest.raises(TypeError, match=r"that the rule of .* must have the structure"):
+    with pytest.raises(TypeError, match=r"that the rule of .*: expected the structure"):
         jvp(worse, (x,), (x,))
     short = custom_vmap(lambda x: x)
     short.def_vmap(lambda size, batched, x: x)
-    with pytest.raises(TypeError, match="must return a pair, the result of all examples"):
+    with pytest.raises(TypeError, match="expected a pair, the result of all examples"):
         vmap(short)(x)
     short.def_vmap(lambda size, batched, x: (x[:1], True))
-    with pytest.raises(TypeError, match=r"its first dim must be 2, the number of examples; got"):
+    with pytest.raises(TypeError, match=r"a first dim of size 2, the number of examples, .*got"):
         vmap(short)(x)
     with pytest.raises(TypeError, match="nondiff_argnums, which defjvps does not know of"):
         custom_jvp(torch.sin, nondiff_argnums=(0,)).defjvps(None)
@@ -323,18 +323,18 @@ def test_tangents_and_cotangents_of_other_types_are_errors() -> None:
     x = torch.ones(3)
     f = custom_jvp(lambda x: x * 2)
     f.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0].sum()))
-    match = r"the tangent of a result must be of torch.float32 and of shape \(3,\), got"
+    match = r"the tangent of a result: expected torch.float32 of shape \(3,\), got"
     with pytest.raises(TypeError, match=match):
         jvp(f, (x,), (x,))
     f.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0].double()))
     with pytest.raises(TypeError, match=match):
         grad(lambda x: f(x).sum())(x)
     f.defjvp(lambda primals, tangents: ((primals[0],), (tangents[0],)))
-    with pytest.raises(TypeError, match="must return what the function returns, of the structure"):
+    with pytest.raises(TypeError, match="expected the structure of the function's result"):
         jvp(f, (x,), (x,))
     g = custom_vjp(lambda x: x * 2)
     g.defvjp(lambda x: (x * 2, None), lambda _, ct: ("no",))
-    with pytest.raises(TypeError, match="must be a tensor, or None for zeros; got 'no'"):
+    with pytest.raises(TypeError, match="expected a tensor, or None for zeros, got 'no'"):
         grad(lambda x: g(x).sum())(x)
 
 
@@ -445,7 +445,7 @@ def test_a_batching_rule_returns_the_structure_that_the_function_does() -> None:
     assert calls == [torch.Size([])]  # once, without data
     f.def_vmap(lambda size, batched, x, scale: ([x * scale], True))
     with pytest.raises(
-        CustomRuleError, match=r"rule of pair must return.* structure .*\{'a': \*.*got.*\[\*\]"
+        CustomRuleError, match=r"rule of pair: expected .* structure, .*\{'a': \*.*got.*\[\*\]"
     ):
         vmap(f, in_dims=(0, None))(torch.ones(3), 2.0)
 

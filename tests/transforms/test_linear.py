@@ -162,6 +162,6 @@ def test_functions_that_can_not_be_transposed_are_refused() -> None:
     with pytest.raises(DescriptorError, match="with a dtype and fixed sizes"):
         linear_transpose(lambda x: x, Meta(["n"], dtype=torch.float32))
     with pytest.raises(
-        RuntimeError, match=r"linear_transpose\(.*\)\(cotangents\): got a cotangent"
+        RuntimeError, match=r"linear_transpose\(.*\)\(cotangents\): expected a cotangent"
     ):
         linear_transpose(lambda x: A @ x, X)(X)

@@ -131,18 +131,19 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: tsfunc.linearize(torch.sin, X)[1](Y[None]),
         RuntimeError,
-        "the tangent at position 0 in flattened pytree doesn't match the shape of its primal: got "
-        "torch.Size([1, 3, 4]), expected torch.Size([3, 4]).",
+        "the tangent at position 0 in flattened pytree doesn't match the shape of its primal: "
+        "expected torch.Size([3, 4]), got torch.Size([1, 3, 4]).",
     ),
     (
         lambda: tsfunc.linearize(torch.sin, X)[1](Y.double()),
         RuntimeError,
-        "in flattened pytree doesn't match the dtype of its primal: got torch.float64",
+        "in flattened pytree doesn't match the dtype of its primal: expected torch.float32, got "
+        "torch.float64",
     ),
     (
         lambda: tsfunc.linearize(torch.sin, X)[1](Y.to("meta")),
         RuntimeError,
-        "in flattened pytree doesn't match the device of its primal: got meta, expected",
+        "in flattened pytree doesn't match the device of its primal: expected cpu, got meta",
     ),
 ]
 

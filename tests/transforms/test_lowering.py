@@ -96,7 +96,7 @@ class TestLower:
             specialize(lambda x, y=None: x).lower(described)
 
     def test_wrong_uses(self) -> None:
-        with pytest.raises(DescriptorError, match=r"lower\(\) needs descriptors"):
+        with pytest.raises(DescriptorError, match=r"lower\(\) expected descriptors"):
             specialize(apply).lower()
         with pytest.raises(DescriptorError, match="has descriptors already"):
             specialize(apply, DESCRIBED).lower(DESCRIBED)

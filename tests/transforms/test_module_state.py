@@ -225,7 +225,7 @@ class TestAssignedBuffers:
         model, x = Counting(), examples(2).float()
         with pytest.raises(EscapedTracerError, match=r"self\.count = self\.count \+ x") as caught:
             vmap(model)(x)
-        _, _, rewrite = str(caught.value).partition("becomes:\n")
+        _, _, rewrite = str(caught.value).partition("new state:\n")
         scope: dict[str, Any] = {"tsfunc": tsfunc, "model": model, "x": x}
         exec(textwrap.dedent(rewrite), scope)
         same(scope["out"].detach(), x)

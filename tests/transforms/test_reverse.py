@@ -316,7 +316,8 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: tsfunc.vjp(torch.sin, W)[1](X),
         RuntimeError,
-        "vjp_fn(cotangents): got a cotangent of shape (3, 4) for an output of shape (4,)",
+        "vjp_fn(cotangents): expected a cotangent of shape (4,), as the output, got one of shape "
+        "(3, 4)",
     ),
 ]
 

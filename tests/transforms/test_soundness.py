@@ -357,7 +357,7 @@ class TestClosure:
         assert f(ONES).item() == 4.0
 
     def test_another_word(self) -> None:
-        with pytest.raises(ValueError, match="closure= takes one of"):
+        with pytest.raises(ValueError, match="closure: expected one of"):
             specialize(lambda x: x, closure="thaw")  # type: ignore[call-overload]
 
 

@@ -139,23 +139,23 @@ def test_colors() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match='mode must be None, "forward" or "reverse"'):
+    with pytest.raises(ValueError, match='mode: expected None, "forward" or "reverse"'):
         sparse_jacobian(burgers, mode="both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="layout must be"):
+    with pytest.raises(ValueError, match="layout: expected"):
         sparse_jacobian(burgers, layout=torch.strided)
     with pytest.raises(ValueError, match=r"differentiate by to only contain Tensors.*got .*float"):
         sparse_jacobian(lambda x: x[0])([X, 2.0])
-    with pytest.raises(ValueError, match="must be of one type"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         sparse_jacobian(lambda x: x[0])([X.float(), X.double()])
     with pytest.raises(ValueError, match="have no tensor"):
         sparse_jacobian(lambda x: X)([])
     with pytest.raises(RuntimeError, match="to return only tensors"):
         sparse_jacobian(lambda x: (x, 2.0))(X)
-    with pytest.raises(ValueError, match="or have the structure of the result, a tensor for each"):
+    with pytest.raises(ValueError, match="or the structure of the result, a tensor for each"):
         sparse_jacobian(lambda x: x[0] * x[1], sparsity=[X, X, X])([X, X])
     with pytest.raises(RuntimeError, match="complex"):
         sparse_jacobian(burgers)(X.to(torch.complex128))
-    with pytest.raises(ValueError, match=r"sparsity must be of the output's shape.*\(3, 4\)"):
+    with pytest.raises(ValueError, match=r"sparsity: expected the output's shape.*\(3, 4\)"):
         sparse_jacobian(burgers, sparsity=torch.ones(3, 4))(X)
     with pytest.raises(RuntimeError, match="Got argnum=2, but only 1 positional inputs"):
         sparse_jacobian(burgers, argnums=2)(X)

@@ -456,7 +456,7 @@ def test_results_once_for_all() -> None:
 
 
 def test_structures_must_agree() -> None:
-    with pytest.raises(ValueError, match="returned different structures for different examples"):
+    with pytest.raises(ValueError, match="to return one structure for all examples"):
         split(lambda x: x if x.sum() > 1 else (x, x))(X)
 
 
@@ -583,9 +583,9 @@ def test_a_trace_has_no_values() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match=r"data_dependent should be 'error' or 'split'. \(got 'x"):
+    with pytest.raises(ValueError, match=r"data_dependent: expected 'error' or 'split', got 'x"):
         vmap(torch.sin, data_dependent="x")
-    with pytest.raises(ValueError, match=r"ragged should be 'nested', 'list' or 'error'. \(got 3"):
+    with pytest.raises(ValueError, match=r"ragged: expected 'nested', 'list' or 'error', got 3"):
         vmap(torch.sin, ragged=3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="data_dependent='split' can't be served inside of a"):
         torch.func.vmap(split(torch.sin))(X)

@@ -250,7 +250,7 @@ def test_a_loop_over_nothing() -> None:
 @pytest.mark.filterwarnings("ignore::tsfunc.errors.SlowFallbackWarning")
 def test_an_operator_that_resizes_its_written_argument() -> None:
     """torch allows it for a tensor without dims; a batch has no memory for the examples."""
-    with pytest.raises(RuntimeError, match=r"aten::addbmm_ gives what it writes to another size"):
+    with pytest.raises(RuntimeError, match=r"aten::addbmm_ resizes the tensor that it writes"):
         vmap(lambda x: x.sum().addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5)))(X)
 
 

@@ -152,5 +152,7 @@ def test_a_method_whose_annotations_are_no_types() -> None:
     class Odd:
         def method(self, x: list) -> Any: ...  # type: ignore[type-arg]
 
-    with pytest.raises(TypeCheckError, match=r"^x\.method: method: parameter x: list does not say"):
+    with pytest.raises(
+        TypeCheckError, match=r"^x\.method: method: parameter x: list needs the types"
+    ):
         attribute_type(TSCustomClass(Odd), "method", of="x")

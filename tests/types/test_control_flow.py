@@ -129,7 +129,9 @@ class TestCarry:
             f"scan: the type of carry changes:\n  before the first step: {before}\n"
             f"  after a step: {after}\n"
         )
-        assert place in text and text.endswith("was given, in type, shape and dtype.")
+        assert place in text and text.endswith(
+            "values of the same type, shape and dtype from the body."
+        )
 
 
 @given(types(), types())

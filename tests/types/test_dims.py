@@ -77,8 +77,8 @@ def test_parse_dim(spec: object, form: object) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (-1, r"can't be negative, got -1; write None"),
-        ("3 - 5", r"can't be negative, got -2"),
+        (-1, r"expected a size of 0 or more, got -1; write None"),
+        ("3 - 5", r"expected a size of 0 or more, got -2"),
         ("4 // 0", r"'4 // 0' divides by zero"),
         (True, r"a dim is a non-negative int, .* got True of type bool"),
         (2.0, r"got 2\.0 of type float"),
@@ -109,12 +109,12 @@ def test_parse_dim_refuses(spec: object, message: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "lower", "upper", "message"),
     [
-        ("2n", None, None, r"Dim\('2n'\): a dim is named by a Python identifier, got '2n'"),
-        ("class", None, None, r"named by a Python identifier, got 'class'"),
+        ("2n", None, None, r"Dim\('2n'\): expected a Python identifier as name, got '2n'"),
+        ("class", None, None, r"expected a Python identifier as name, got 'class'"),
         (3, None, None, r"got 3"),
-        ("n", -1, None, r"Dim\('n', min=-1\): min must be a non-negative int or None, got -1"),
-        ("n", None, 2.5, r"max must be a non-negative int or None, got 2\.5"),
-        ("n", True, None, r"min must be a non-negative int or None, got True"),
+        ("n", -1, None, r"Dim\('n', min=-1\): min: expected a non-negative int or None, got -1"),
+        ("n", None, 2.5, r"max: expected a non-negative int or None, got 2\.5"),
+        ("n", True, None, r"min: expected a non-negative int or None, got True"),
         ("n", 4, 3, r"Dim\('n', min=4, max=3\): no size is at least 4 and at most 3"),
     ],
 )
@@ -157,9 +157,9 @@ def test_repr_is_the_dim(dim: Dim) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"multiple_of": 0}, r"multiple_of must be a positive int or None, got 0"),
-        ({"multiple_of": "2"}, r"multiple_of must be a positive int or None, got '2'"),
-        ({"one_of": 3}, r"one_of must have the sizes that are allowed, .* got 3"),
+        ({"multiple_of": 0}, r"multiple_of: expected a positive int or None, got 0"),
+        ({"multiple_of": "2"}, r"multiple_of: expected a positive int or None, got '2'"),
+        ({"one_of": 3}, r"one_of: expected the allowed sizes, .* got 3"),
         ({"one_of": [2, -1]}, r"non-negative ints, got \[2, -1\]"),
         ({"one_of": []}, r"no size is one of \[\]"),
         ({"one_of": [1, 2], "min": 3}, r"no size is at least 3 and one of \[1, 2\]"),

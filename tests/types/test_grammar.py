@@ -58,7 +58,9 @@ def test_the_type_of_a_module_composes_with_nothing(compose: Any) -> None:
 
 @pytest.mark.parametrize("compose", [TSList, TSOptional, TSFuture, TSRRef])
 def test_classes_are_no_types(compose: Any) -> None:
-    with pytest.raises(AnnotationError, match=r"composed of types, got <class 'int'>.*from_annot"):
+    with pytest.raises(
+        AnnotationError, match=r"expected types of tsfunc.types, got <class 'int'>.*from_annot"
+    ):
         compose(int)
 
 

@@ -124,7 +124,9 @@ class TestRules:
 
         def g() -> list: ...  # type: ignore[empty-body, type-arg]
 
-        with pytest.raises(AnnotationError, match=r"^g: the result: list does not say what is in"):
+        with pytest.raises(
+            AnnotationError, match=r"^g: the result: list needs the types of its elements"
+        ):
             signature(g)
 
 

@@ -35,7 +35,7 @@ def _require(condition: bool, op: Any, message: str) -> None:
 def _uniform(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
-    _require(low <= high, op, f"from <= to, got from={low} > to={high}")
+    _require(low <= high, op, f"from <= to, got from={low}, to={high}")
     u = distributions.uniform(draw, count, dtype)
     return u if (low, high) == (0.0, 1.0) else u * (high - low) + low
 
@@ -43,7 +43,7 @@ def _uniform(
 def _normal(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    _require(std >= 0.0, op, f"std >= 0.0, but found std {std}")
+    _require(std >= 0.0, op, f"std >= 0.0, got std={std}")
     z = distributions.normal(draw, count, dtype)
     return z if (mean, std) == (0.0, 1.0) else z * std + mean
 
@@ -51,33 +51,33 @@ def _normal(
 def _log_normal(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
 ) -> Tensor:
-    _require(std > 0.0, op, f"std > 0.0, but found std={std}")
+    _require(std > 0.0, op, f"std > 0.0, got std={std}")
     return (distributions.normal(draw, count, dtype) * std + mean).exp()
 
 
 def _exponential(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, rate: float = 1.0
 ) -> Tensor:
-    _require(rate > 0.0, op, f"lambda > 0.0, but found lambda={rate}")
+    _require(rate > 0.0, op, f"lambda > 0.0, got lambda={rate}")
     return distributions.exponential(draw, count, dtype) / rate
 
 
 def _cauchy(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
 ) -> Tensor:
-    _require(scale > 0.0, op, f"sigma > 0.0, but found sigma={scale}")
+    _require(scale > 0.0, op, f"sigma > 0.0, got sigma={scale}")
     return distributions.cauchy(draw, count, dtype) * scale + median
 
 
 def _geometric(op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
-    _require(0 < chance < 1, op, f"p to be in (0, 1), but got p={chance}")
+    _require(0 < chance < 1, op, f"p in (0, 1), got p={chance}")
     return distributions.geometric(draw, count, chance)
 
 
 def _bernoulli(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float = 0.5
 ) -> Tensor:
-    _require(0 <= chance <= 1, op, f"p to be in [0, 1], but got p={chance}")
+    _require(0 <= chance <= 1, op, f"p in [0, 1], got p={chance}")
     return distributions.bernoulli(draw, count, chance)
 
 
@@ -91,7 +91,7 @@ def _greatest(dtype: torch.dtype) -> int:
 
 
 def _between(op: Any, draw: Philox, count: Any, low: int, high: int) -> Tensor:
-    _require(low < high, op, f"from < to, got from={low} >= to={high}")
+    _require(low < high, op, f"from < to, got from={low}, to={high}")
     return distributions.integers(draw, count, low, high - low)
 
 
@@ -178,10 +178,10 @@ def multinomial(
     """
     weights = broadcast_to_front(x.detach(), bdim)
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
-    _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
+    _require(number > 0, op, f"num_samples > 0, got num_samples={number}")
     _require(
         replacement or number <= kinds, op,
-        f"no more samples than there are categories without replacement, got {number} of {kinds}",
+        f"num_samples <= {kinds}, the number of categories, without replacement, got {number}",
     )  # fmt: skip
     if type(weights) is Tensor:
         fine = (weights >= 0).all() & (weights.sum(-1) > 0).all() & weights.isfinite().all()

@@ -157,9 +157,9 @@ def _checked(policy: Policy | Sequence[Any] | None) -> Policy:
         return policy_of(policy)
     except TypeError:
         raise TypeError(
-            f"checkpoint: policy must be None, one of tsfunc.checkpoint_policies, a list of "
+            f"checkpoint: policy: expected None, one of tsfunc.checkpoint_policies, a list of "
             f"operators such as torch.ops.aten.mm.default, or a function of a context, an operator "
-            f"and its arguments; got {policy!r}."
+            f"and its arguments, got {policy!r}."
         ) from None
 
 

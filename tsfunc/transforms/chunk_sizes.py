@@ -152,8 +152,8 @@ class MeasuredSize:
             f"vmap({self.name}, chunk_size='auto'): the memory budget of {_readable(self.budget)} "
             f"is too small: one example at a time takes {_readable(model.peak(1))} at its peak, "
             f"and the {self.total} examples leave {_readable(self.total * model.held)} in use "
-            f"together (results, and what a backward pass needs). They are run one at a time. "
-            f"Give a larger memory_budget=, or a smaller batch.",
+            f"together (results, and values saved for a backward pass). They are run one at a "
+            f"time. Give a larger memory_budget=, or a smaller batch.",
             MemoryBudgetWarning,
         )
 

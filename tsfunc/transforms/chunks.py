@@ -37,12 +37,12 @@ def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
         number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
         if not number or not memory_budget > 0:
             raise ValueError(
-                f"vmap: memory_budget should be None or a number of bytes greater than 0. "
-                f"(got {memory_budget!r})"
+                f"vmap: memory_budget: expected None or a number of bytes greater than 0, got "
+                f"{memory_budget!r}."
             )
         if chunk_size is not None and chunk_size != "auto":
             raise ValueError(
-                f"vmap: memory_budget= goes with chunk_size='auto'. (got chunk_size={chunk_size})"
+                f"vmap: memory_budget: expected chunk_size='auto' beside it, got {chunk_size!r}."
             )
         return "auto"
     if chunk_size is None or (isinstance(chunk_size, str) and chunk_size == "auto"):

@@ -57,9 +57,9 @@ def closure_convert(
         tensors = all(isinstance(x, torch.Tensor) for x in given)
         if len(args) < len(closed) or not tensors or pytrees.structure_of(own) != tree:
             raise TypeError(
-                f"closure_convert: the function made of {name} takes arguments of the structure "
-                f"{pytrees.spelled(tree)}, as its examples, and then the "
-                f"{len(closed)} tensors that {name} closes over; got "
+                f"closure_convert: the function made of {name}: expected arguments of the "
+                f"structure {pytrees.spelled(tree)}, as its examples, followed by the "
+                f"{len(closed)} tensors that {name} closes over, got "
                 f"{pytrees.spelled(pytrees.structure_of(args))}."
             )
         with substitute_tensors(originals, given):

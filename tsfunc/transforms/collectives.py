@@ -320,8 +320,8 @@ def ppermute(
     for side, numbers in zip(("source", "destination"), zip(*perm, strict=True), strict=False):
         if len(set(numbers)) != len(numbers) or not all(0 <= n < size for n in numbers):
             raise ValueError(
-                f"ppermute: each {side} must be an example's number (0 to {size - 1}), and stand "
-                f"in perm at most once, got {list(perm)}."
+                f"ppermute: perm: expected each {side} to be an example's number (0 to "
+                f"{size - 1}), at most once, got {list(perm)}."
             )
     permuted = functools.partial(_permuted, levels, perm)
     return _each("ppermute", x, permuted, _of_number(permuted))
@@ -458,12 +458,12 @@ def _split(
     sizes = [level.batch_size for level in levels]
     size, wanted = leaf.shape[at], math.prod(sizes)
     if size % wanted if tiled else size != wanted:
-        must = f"be a multiple of {wanted}" if tiled else f"be {wanted}"
+        expected = f"a multiple of {wanted}" if tiled else f"{wanted}"
         names = " and ".join(repr(level.axis_name) for level in levels)
         of = "the size of the axis" if len(levels) == 1 else "the product of the sizes of the axes"
         raise ValueError(
-            f"{label}: the size of dim {at} must {must}, {of} {names}, got a tensor of shape "
-            f"{tuple(leaf.shape)}."
+            f"{label}: the size of dim {at}: expected {expected}, {of} {names}, got a tensor of "
+            f"shape {tuple(leaf.shape)}."
         )
     if tiled:
         sizes.append(size // wanted)

@@ -97,7 +97,7 @@ def checked_result(label: str, returned: Any, size: Any) -> tuple[list[Any], lis
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise CustomRuleError(
-            f"{label} must return a pair, the result of all examples and the flags of its batched "
+            f"{label}: expected a pair, the result of all examples and the flags of its batched "
             f"leaves, got {type(returned).__name__}."
         )
     out = pytrees.leaves_of(returned[0])
@@ -105,8 +105,8 @@ def checked_result(label: str, returned: Any, size: Any) -> tuple[list[Any], lis
         flat = pytrees.broadcast_prefix(returned[1], returned[0], lambda x: isinstance(x, bool))
     except ValueError:
         raise CustomRuleError(
-            f"{label} must return, besides the result, a pytree of bools that is a prefix of "
-            f"it, got {returned[1]!r}."
+            f"{label}: expected, besides the result, a pytree of bools that is a prefix of it, got "
+            f"{returned[1]!r}."
         ) from None
     _check_sizes(label, out, flat, size)
     return out, flat
@@ -119,8 +119,8 @@ def _check_sizes(label: str, out: Sequence[Any], batched: Sequence[bool], size: 
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CustomRuleError(
-                f"{label} says that a result is batched: then its first dim must be {size}, the "
-                f"number of examples; got {shape}."
+                f"{label}: expected a first dim of size {size}, the number of examples, for a "
+                f"result with the flag True, got {shape}."
             )
 
 

@@ -145,8 +145,8 @@ class custom_jvp(Rule[Result]):
         returned = self.rule(*fixed, primals, directions)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise CustomRuleError(
-                f"custom_jvp: the rule of {self.name} must return a pair, the result and its "
-                f"tangent, got {type(returned).__name__}."
+                f"custom_jvp: the rule of {self.name} has a wrong result: expected a pair, "
+                f"the result and its tangent, got {type(returned).__name__}."
             )
         return self._checked(call, *pytrees.tree_map(as_seen_by_current_level, tuple(returned)))
 
@@ -158,14 +158,15 @@ class custom_jvp(Rule[Result]):
                                    out, tangent)  # fmt: skip
         if tree != call.out_tree:
             raise CustomRuleError(
-                f"custom_jvp: the rule of {self.name} must return what the function returns, of "
-                f"the structure {pytrees.spelled(call.out_tree)}, got {pytrees.spelled(tree)}."
+                f"custom_jvp: the rule of {self.name} has a wrong result: expected the "
+                f"structure of the function's result, {pytrees.spelled(call.out_tree)}, got "
+                f"{pytrees.spelled(tree)}."
             )
         checked = []
         for position, x in zip(call.out_places, call.results, strict=True):
             where = f"custom_jvp: the rule of {self.name}:"
             if not isinstance(leaves[position], SymbolicZero):
-                check_like(f"{where} the result, as the function returns it,", leaves[position], x)
+                check_like(f"{where} the result of the function", leaves[position], x)
             t = tangents[position] if x.is_differentiable else None
             checked.append(check_like(f"{where} the tangent of a result", t, x))
         return checked

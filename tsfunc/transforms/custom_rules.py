@@ -192,7 +192,7 @@ def _undefined(call: RuleCall) -> str:
         f"{rule.label}: the result of {rule.name} depends on a tensor that it is differentiated by "
         f"but that its rule does not cover: it is closed over, or among the "
         f"arguments that nondiff_argnums name. Pass it as an argument that is differentiated by "
-        f"(closure_convert finds what a function closes over), or cut it off with stop_gradient."
+        f"(closure_convert finds captured tensors), or detach it with stop_gradient."
     )
 
 
@@ -470,7 +470,7 @@ def apply(function: Any, *args: Any) -> Any:
 
 def structure_error(label: str, expected: Any, got: Any) -> CustomRuleError:
     return CustomRuleError(
-        f"{label} must have the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
+        f"{label}: expected the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
         f"{pytrees.spelled(pytrees.structure_of(got))}."
     )
 
@@ -486,10 +486,10 @@ def check_like(label: str, value: Any, like: Any, *, none: str = "") -> Any:
     if isinstance(value, int | float | complex) and not like.shape:
         return ResultMetadata(like.shape, like.dtype, like.device).zero() + value
     if not isinstance(value, torch.Tensor | SymbolicZero):
-        raise CustomRuleError(f"{label} must be a tensor, or None for zeros; got {value!r}.")
+        raise CustomRuleError(f"{label}: expected a tensor, or None for zeros, got {value!r}.")
     if value.shape != like.shape or value.dtype != like.dtype:
         raise CustomRuleError(
-            f"{label} must be of {like.dtype} and of shape {tuple(like.shape)}, got "
+            f"{label}: expected {like.dtype} of shape {tuple(like.shape)}, got "
             f"{value.dtype} of shape {tuple(value.shape)}.{none}"
         )
     return None if isinstance(value, SymbolicZero) else value

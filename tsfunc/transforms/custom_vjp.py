@@ -108,8 +108,8 @@ class custom_vjp(Rule[Result]):
         returned = self.fwd(*self.whole(fixed, rest))
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise CustomRuleError(
-                f"custom_vjp: the fwd rule of {self.name} must return a pair, the result and the "
-                f"residuals, got {type(returned).__name__}."
+                f"custom_vjp: the fwd rule of {self.name} has a wrong result: expected a pair, "
+                f"the result and the residuals, got {type(returned).__name__}."
             )
         out, residuals = pytrees.tree_map(as_seen_by_current_level, (returned[0], returned[1]))
         return out, residuals
@@ -122,8 +122,8 @@ class custom_vjp(Rule[Result]):
         if not isinstance(returned, tuple | list) or len(returned) != len(rest):
             got = len(returned) if isinstance(returned, tuple | list) else type(returned).__name__
             raise CustomRuleError(
-                f"custom_vjp: the bwd rule of {self.name} must return a tuple of {len(rest)}, a "
-                f"cotangent for each differentiated argument, got {got}."
+                f"custom_vjp: the bwd rule of {self.name} has a wrong result: expected a tuple "
+                f"of {len(rest)}, a cotangent for each differentiated argument, got {got}."
             )
         return returned
 
@@ -295,7 +295,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
         returned = func(*args)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise CustomRuleError(
-                f"custom_gradient: {name} must return a pair, its result and a function of the "
+                f"custom_gradient: {name}: expected a pair, its result and a function of the "
                 f"result's cotangent, got {type(returned).__name__}."
             )
         return returned

@@ -121,7 +121,7 @@ class custom_vmap(Rule[Result]):
         expected = self._structures[key] = self._structure(leaves, tree)  # it may have changed
         if expected not in (None, got):
             raise CustomRuleError(
-                f"{self._what} must return a result of the structure that the function returns, "
+                f"{self._what}: expected a result of the function's structure, "
                 f"{pytrees.spelled(expected)}, got {pytrees.spelled(got)}."
             )
 

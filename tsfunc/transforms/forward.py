@@ -179,9 +179,8 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
         if not same_sizes(x, t) or x.dtype != t.dtype:
             raise RuntimeError(
-                f"{api}: the tangent at flattened position {i} is {t.dtype} of shape "
-                f"{sizes_text(t)}, but its primal is {x.dtype} of shape {sizes_text(x)}; they "
-                f"must be the same."
+                f"{api}: the tangent at flattened position {i}: expected {x.dtype} of shape "
+                f"{sizes_text(x)}, as its primal, got {t.dtype} of shape {sizes_text(t)}."
             )
     return all_as_seen_by_current_level(flat), all_as_seen_by_current_level(directions), spec
 

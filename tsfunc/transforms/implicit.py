@@ -167,7 +167,7 @@ class _Unknown:
         for x in self.flat:
             if not differentiable(x):
                 raise TypeError(
-                    f"{label}: the unknown must be of tensors of floating point or complex dtype, "
+                    f"{label}: the unknown: expected tensors of floating point or complex dtype, "
                     f"got {x.dtype}."
                 )
         self.has_aux = has_aux
@@ -181,7 +181,7 @@ class _Unknown:
         flat, spec = pytrees.flatten(value)
         if spec != self.spec:
             raise TypeError(
-                f"{self.label}: {role} must have the structure of the unknown, {self.spec}, got "
+                f"{self.label}: {role}: expected the structure of the unknown, {self.spec}, got "
                 f"{spec}."
             )
         pairs = zip(flat, self.flat, strict=True)
@@ -189,9 +189,9 @@ class _Unknown:
         for got, expected in zip(flat, self.flat, strict=True):
             if got.shape != expected.shape or got.dtype != expected.dtype:
                 raise TypeError(
-                    f"{self.label}: {role} must have the types and shapes of the unknown: expected "
-                    f"{expected.dtype} of shape {tuple(expected.shape)}, got {got.dtype} of "
-                    f"shape {tuple(got.shape)}."
+                    f"{self.label}: {role}: expected {expected.dtype} of shape "
+                    f"{tuple(expected.shape)}, as the unknown, got {got.dtype} of shape "
+                    f"{tuple(got.shape)}."
                 )
         return flat
 

@@ -147,8 +147,8 @@ def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> li
     extra = len(args) - len(names)
     if extra > 0 and rest is None:
         raise TypeError(
-            f"{spec.call()}: {spec.name} takes {len(names)} positional arguments "
-            f"({', '.join(names)}), but {len(args)} were given."
+            f"{spec.call()}: expected at most {len(names)} positional arguments "
+            f"({', '.join(names)}), got {len(args)}."
         )
     entries = [spec.in_dims.get(name) for name in names[: len(args)]]
     if extra > 0:

@@ -136,7 +136,7 @@ def jacrev(
     Corresponds to ``torch.func.jacrev`` and ``jax.jacrev``.
     """
     if isinstance(chunk_size, int) and chunk_size <= 0:
-        raise ValueError("jacrev: `chunk_size` should be greater than 0.")
+        raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
     chunks = check_chunks(chunk_size, memory_budget)
 
     @like(func)

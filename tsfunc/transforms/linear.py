@@ -159,7 +159,7 @@ def _check_linear(label: str, recorded: RecordedRun) -> None:
         if known and bool(out.detach().count_nonzero()):
             raise ValueError(
                 f"{label}: the function is not linear: it does not map zeros to zeros (flattened "
-                f"output {i}). Leave out what is added to the linear part."
+                f"output {i}). Remove the constant part of the function."
             )
     with autograd.recording(level):
         seeds = [autograd.lift(torch.zeros_like(out), level) for out in recorded.outputs]

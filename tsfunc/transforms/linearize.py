@@ -115,8 +115,8 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[to
     if given != spec:
         raise RuntimeError(
             f"jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals "
-            f"that were linearized at: got {pytrees.spelled(given)}, "
-            f"expected {pytrees.spelled(spec)}."
+            f"that were linearized at: expected {pytrees.spelled(spec)}, got "
+            f"{pytrees.spelled(given)}."
         )
     for i, (t, x) in enumerate(zip(flat, primals, strict=True)):
         if not isinstance(t, torch.Tensor):
@@ -126,6 +126,6 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[to
             if got != wanted:
                 raise RuntimeError(
                     f"jvp_fn(*tangents): the tangent at position {i} in flattened pytree doesn't "
-                    f"match the {name} of its primal: got {got}, expected {wanted}."
+                    f"match the {name} of its primal: expected {wanted}, got {got}."
                 )
     return flat

@@ -93,8 +93,8 @@ def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
             leaf.close()  # Python would warn that nothing has awaited it
         raise TypeError(
             f"vmap({spec.name}, ...): `{spec.name}` returned a {type(leaf).__name__}, whose code "
-            f"runs when it is read, and the vmap has ended by then. Return what it yields, such as "
-            f"list(...), or map the function that reads it."
+            f"runs when it is read, and the vmap has ended by then. Return its values, as a "
+            f"list(...) for example, or map the function that reads it."
         )
     for path, value in _held(leaf):
         if isinstance(value, BatchTracer) and value.dispatch_level is level:

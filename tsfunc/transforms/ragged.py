@@ -149,9 +149,8 @@ def join_results(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any
     for _, other in flats[1:]:
         if other != tree:
             raise ValueError(
-                f"vmap({spec.name}, ...): `{spec.name}` returned different structures for "
-                f"different examples: {pytrees.spelled(tree)} and "
-                f"{pytrees.spelled(other)}. Return one structure for all."
+                f"vmap({spec.name}, ...): expected `{spec.name}` to return one structure for all "
+                f"examples, got {pytrees.spelled(tree)} and {pytrees.spelled(other)}."
             )
     if dims is None:
         dims = match_out_dims(spec, parts[0].out, tree)

@@ -266,8 +266,8 @@ def match_cotangents(
             raise RuntimeError(f"{api}: Expected Tensors, got {type(ct)}")
         if not same_sizes(ct, out):
             raise RuntimeError(
-                f"{api}: got a cotangent of shape {sizes_text(ct)} for an output of shape "
-                f"{sizes_text(out)}; they must be the same."
+                f"{api}: expected a cotangent of shape {sizes_text(out)}, as the output, got one "
+                f"of shape {sizes_text(ct)}."
             )
     seen: list[torch.Tensor] = all_as_seen_by_current_level(flat)
     return [replicated_like(ct, out) for ct, out in zip(seen, outputs, strict=True)]

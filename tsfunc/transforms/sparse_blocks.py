@@ -88,7 +88,7 @@ def blocks_of(
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1:
         raise ValueError(
-            f"{api}: the arguments to differentiate by must be of one type, got "
+            f"{api}: expected one dtype of the arguments to differentiate by, got "
             f"{', '.join(sorted(map(str, dtypes)))}."
         )
     sizes = [x.numel() for x in tensors]
@@ -120,9 +120,8 @@ def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
     expected, structure = pytrees.flatten(blocks.map_blocks(lambda row, column, out, x: None))
     if spec != structure:
         raise ValueError(
-            f"{api}: sparsity must be a matrix of the numbers of entries, or have the structure of "
-            f"the result, a tensor for each of {len(expected)} blocks; got "
-            f"{spec}."
+            f"{api}: sparsity: expected a matrix of the numbers of entries, or the structure of "
+            f"the result, a tensor for each of {len(expected)} blocks, got {spec}."
         )
     width = len(blocks.inputs[0])
     rows = []

@@ -83,10 +83,10 @@ def sparse_jacobian(
     Manne and Pothen, "What color is your Jacobian?" (2005).
     """
     if mode not in (None, "forward", "reverse"):
-        raise ValueError(f'{API}: mode must be None, "forward" or "reverse", got {mode!r}.')
+        raise ValueError(f'{API}: mode: expected None, "forward" or "reverse", got {mode!r}.')
     if layout not in (torch.sparse_coo, torch.sparse_csr):
         raise ValueError(
-            f"{API}: layout must be torch.sparse_coo or torch.sparse_csr, got {layout!r}."
+            f"{API}: layout: expected torch.sparse_coo or torch.sparse_csr, got {layout!r}."
         )
 
     @like(func)
@@ -186,7 +186,7 @@ def _given_pattern(blocks: Blocks, sparsity: Any) -> torch.Tensor:
         leaves = pytrees.leaves_of(sparsity)
         sparsity = leaves[0] if len(leaves) == 1 else joined_pattern(API, blocks, sparsity)
     if not isinstance(sparsity, torch.Tensor):
-        raise ValueError(f"{API}: sparsity must be a tensor, got {type(sparsity).__name__}.")
+        raise ValueError(f"{API}: sparsity: expected a tensor, got {type(sparsity).__name__}.")
     x = tensors[0] if one else blocks.vector
     sparse = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
     if sparse.layout is not torch.sparse_coo:
@@ -196,8 +196,8 @@ def _given_pattern(blocks: Blocks, sparsity: Any) -> torch.Tensor:
     sizes = shape[rank:]
     if sizes not in (tuple(x.shape), (x.numel(),)):
         raise ValueError(
-            f"{API}: sparsity must be of the output's shape and then the argument's, "
-            f"{tuple(x.shape)}, or a matrix of their numbers of entries; got the shape {shape}."
+            f"{API}: sparsity: expected the output's shape followed by the argument's, "
+            f"{tuple(x.shape)}, or a matrix of their numbers of entries, got the shape {shape}."
         )
     return torch.stack([_number(positions[:rank], shape[:rank]), _number(positions[rank:], sizes)])
 

@@ -162,7 +162,8 @@ def specialize(
     if func is None or isinstance(func, Mapping) or _is_list_of_mappings(func):
         if func is not None and descriptors is not None:
             raise DescriptorError(
-                "specialize: got descriptors twice; write specialize(func, descriptors)."
+                "specialize: expected descriptors once, got them twice. Write specialize(func, "
+                "descriptors)."
             )
         given: Any = func if func is not None else descriptors
         return lambda f: specialize(
@@ -175,14 +176,16 @@ def specialize(
             hoist=hoist,
         )
     if closure not in get_args(Closure):
-        raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
+        raise ValueError(
+            f"specialize: closure: expected one of {get_args(Closure)}, got {closure!r}."
+        )
     if type(max_specializations) is not int or max_specializations < 1:
         raise ValueError(
-            f"specialize: max_specializations= takes how many programs are kept, an int of 1 or "
-            f"more, got {max_specializations!r}."
+            f"specialize: max_specializations: expected the number of programs to keep, an int of "
+            f"1 or more, got {max_specializations!r}."
         )
     if type(auto_widen) is not bool:
-        raise TypeError(f"specialize: auto_widen= takes True or False, got {auto_widen!r}.")
+        raise TypeError(f"specialize: auto_widen: expected True or False, got {auto_widen!r}.")
     if isinstance(func, staticmethod | classmethod | property):
         of_function = functools.partial(
             specialize, descriptors=descriptors, max_specializations=max_specializations,

@@ -277,8 +277,8 @@ class Specialized(Generic[_Params, _Result]):
         )
         if not contracts:
             raise DescriptorError(
-                f"specialize({self.name}): lower() needs descriptors: what the arguments are, by "
-                f"parameter name."
+                f"specialize({self.name}): lower() expected descriptors of the arguments by "
+                f"parameter name, got none."
             )
         programs = tuple(self._lowered(contract) for contract in contracts)
         return programs[0] if len(programs) == 1 else programs
@@ -528,10 +528,9 @@ class LoadedFunction(Specialized[..., Any]):
     def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
-            f"{self.name}, loaded from {self.label}, differentiates what draws random numbers, and "
-            f"a trace can't record that it draws the same ones twice. Call it outside of "
-            f"specialize, or save the function without the derivative, and differentiate what is "
-            f"loaded."
+            f"{self.name}, loaded from {self.label}, differentiates random operators, and a trace "
+            f"can't record that two runs draw the same numbers. Call it outside of specialize, or "
+            f"save the function without the derivative, and differentiate the loaded function."
         )
 
     @property

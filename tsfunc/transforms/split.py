@@ -162,9 +162,9 @@ class _NoSplitter:
     def agree(self, answers: torch.Tensor) -> None:
         """Raise: a trace has no values to split by."""
         raise DataDependentError(
-            f"{self.level.name}, at {user_location()}: a value of each example decides what the "
-            f"function does. data_dependent='split' looks at the values, but a trace has none. "
-            f"Write the choice with torch.where, or keep the vmap outside of specialize."
+            f"{self.level.name}, at {user_location()}: the function branches on a value that "
+            f"differs between examples. data_dependent='split' looks at the values, but a trace "
+            f"has none. Write the choice with torch.where, or keep the vmap outside of specialize."
         )
 
 

@@ -254,19 +254,19 @@ def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
         )
     if data_dependent not in ("error", "split"):
         raise ValueError(
-            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
+            f"vmap: data_dependent: expected 'error' or 'split', got {data_dependent!r}."
         )
     if ragged not in ("nested", "list", "error"):
-        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
+        raise ValueError(f"vmap: ragged: expected 'nested', 'list' or 'error', got {ragged!r}.")
 
 
 def _check_axis_size(axis_size: Any) -> None:
     if axis_size is None:
         return
     if isinstance(axis_size, bool) or not isinstance(axis_size, int | torch.SymInt):
-        raise TypeError(f"vmap: axis_size should be None or an int. (got {axis_size!r})")
+        raise TypeError(f"vmap: axis_size: expected None or an int, got {axis_size!r}.")
     if axis_size < 0:
-        raise ValueError(f"vmap: axis_size can't be negative. (got {axis_size})")
+        raise ValueError(f"vmap: axis_size: expected 0 or more, got {axis_size}.")
 
 
 def _refuse_parts(spec: Spec, why: str) -> None:

@@ -255,7 +255,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
         raise reading.unknown(annotation)
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
         raise reading.error(
-            f"{annotation!r} does not say what is in it: write {GENERIC[name].spelling}"
+            f"{annotation!r} needs the types of its elements: write {GENERIC[name].spelling}"
         )
     if Ellipsis in args:
         raise reading.error(
@@ -289,7 +289,7 @@ def _only_in_descriptors(
         key, item = args or (Any, Any)
         keys = reading.part(key)
         if _has_tensor(keys):
-            raise reading.error(f"the keys of a dict cannot be tensors, got {keys}")
+            raise reading.error(f"expected keys of a dict that are not tensors, got {keys}")
         return TSDict(keys, reading.part(item, "[...]"))
     if origin is not tuple:
         return None
@@ -347,7 +347,7 @@ def _from_class(cls: type, reading: _Reading) -> TSType:
     word = _constructor(cls)
     if word is not None:
         spelling = GENERIC[word].spelling
-        raise reading.error(f"{cls.__name__} does not say what is in it: write {spelling}")
+        raise reading.error(f"{cls.__name__} needs the types of its elements: write {spelling}")
     if optree.is_namedtuple_class(cls):
         return _from_named_tuple(cls, reading)
     if optree.is_structseq_class(cls):  # torch.return_types

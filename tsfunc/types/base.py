@@ -254,7 +254,7 @@ def plain(type_: TSType) -> TSType:
 def only_part(name: str, parts: Sequence[TSType]) -> TSType:
     """Return the type in the brackets of ``name[X]``."""
     if len(parts) != 1:
-        raise AnnotationError(f"{name} has one type, got {len(parts)}")
+        raise AnnotationError(f"{name}: expected one type, got {len(parts)}")
     return parts[0]
 
 
@@ -270,7 +270,7 @@ def require_types(composed: object, parts: Sequence[object]) -> None:
                 f"attributes; use the class itself: TSCustomClass(cls)"
             )
         raise AnnotationError(
-            f"{type(composed).__name__} is composed of types, got {child!r} of type "
+            f"{type(composed).__name__}: expected types of tsfunc.types, got {child!r} of type "
             f"{type(child).__name__}; tsfunc.types.from_annotation makes a type of it"
         )
 

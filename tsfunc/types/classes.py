@@ -107,7 +107,7 @@ def check_enum(cls: type[enum.Enum]) -> None:
     if len(kinds) > 1 or kinds[0] not in ("int", "float", "str"):
         listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
         raise AnnotationError(
-            f"enum {cls.__name__}: the values of its members must be all int, all float or all "
+            f"enum {cls.__name__}: expected members whose values are all int, all float or all "
             f"str, got {' and '.join(kinds)} ({listed})"
         )
 

@@ -264,7 +264,9 @@ class TSDict(_Container):
     @classmethod
     def compose(cls, name: str, parts: Sequence[TSType]) -> TSType:
         if len(parts) != 2:
-            raise AnnotationError(f"{name} has a key and a value type, got {len(parts)} type(s)")
+            raise AnnotationError(
+                f"{name}: expected a key and a value type, got {len(parts)} type(s)"
+            )
         if not is_key_type(parts[0]):
             raise key_error(*parts)
         return cls(*parts)

@@ -106,8 +106,8 @@ def check_carry(
         tsfunc.errors.TypeCheckError: scan: the type of the carry changes:
           before the first step: Tuple[f32[3], i64[]]
           after a step: Tuple[f32[4], i64[]]
-        At [0] f32[3] has become f32[4]. Return from the body what it was given, in type, shape \
-and dtype.
+        At [0] f32[3] has become f32[4]. Return values of the same type, shape and dtype from the \
+body.
 
     Source: the check of control-flow joins in the TorchScript type system proposal; ``lax.scan``.
     """
@@ -116,8 +116,8 @@ and dtype.
     if faults:
         raise TypeCheckError(
             f"{where}: the type of {name} changes:\n  before the first step: {before}\n"
-            f"  after a step: {after}\n{'; '.join(faults)}. Return from the body what it was "
-            f"given, in type, shape and dtype."
+            f"  after a step: {after}\n{'; '.join(faults)}. Return values of the "
+            f"same type, shape and dtype from the body."
         )
     return one
 

@@ -234,7 +234,8 @@ def _parameters(line: str) -> Iterator[tuple[str, str]]:
         match = re.match(r"\s*([^\W\d]\w*)\s*:(.*)", part)
         if match is None:
             raise DescriptorError(
-                f"{part.strip()!r} is not a descriptor of a parameter: `name: f32[n]`"
+                f"expected a descriptor of a parameter, such as `name: f32[n]`, got "
+                f"{part.strip()!r}"
             )
         yield match[1], match[2]
 

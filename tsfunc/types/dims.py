@@ -62,21 +62,21 @@ class Dim:
     def __post_init__(self) -> None:
         if not is_dim_name(self.name):
             raise DescriptorError(
-                f"{self!r}: a dim is named by a Python identifier, got {self.name!r}"
+                f"{self!r}: expected a Python identifier as name, got {self.name!r}"
             )
         for word, bound in (("min", self.min), ("max", self.max)):
             if bound is not None and (not is_int(bound) or bound < 0):
                 raise DescriptorError(
-                    f"{self!r}: {word} must be a non-negative int or None, got {bound!r}"
+                    f"{self!r}: {word}: expected a non-negative int or None, got {bound!r}"
                 )
         step = self.multiple_of
         if step is not None and (not is_int(step) or step < 1):
             raise DescriptorError(
-                f"{self!r}: multiple_of must be a positive int or None, got {step!r}"
+                f"{self!r}: multiple_of: expected a positive int or None, got {step!r}"
             )
         if self.one_of is not None and not _are_sizes(self.one_of):
             raise DescriptorError(
-                f"{self!r}: one_of must have the sizes that are allowed, non-negative ints, got "
+                f"{self!r}: one_of: expected the allowed sizes, non-negative ints, got "
                 f"{self.one_of!r}"
             )
         for word, value in _normal_bounds(self).items():
@@ -276,10 +276,10 @@ def spell_dim(form: DimForm) -> DimSpec:
 def _size(size: int) -> int:
     if size < 0:
         raise DescriptorError(
-            f"a size can't be negative, got {size}; write None for an unknown dim"
+            f"expected a size of 0 or more, got {size}; write None for an unknown dim"
         )
     if size > LARGEST:
-        raise DescriptorError(f"no tensor has a size of more than 2**63 - 1, got {size}")
+        raise DescriptorError(f"expected a size of at most 2**63 - 1, got {size}")
     return size
 
 

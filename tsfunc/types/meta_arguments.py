@@ -72,7 +72,7 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
     order = ("shape",) if shape_first else _FIELDS
     if len(args) > len(order):
         raise DescriptorError(
-            f"MetaTensorType takes {len(order)} positional argument(s) "
+            f"MetaTensorType: expected at most {len(order)} positional argument(s) "
             f"({', '.join(order)}), got {len(args)}; give the others by name"
         )
     given = dict(zip(order, args, strict=False))
@@ -119,9 +119,9 @@ def _shape(shape: object, rank: object) -> Shape | None:
     if len(dims) > rank or (len(dims) < rank and not leading):
         least = "at least " if leading else ""
         raise DescriptorError(
-            f"MetaTensorType(rank={rank}, shape={list(shape)!r}): the shape has {least}"
-            f"{len(dims)} dim(s), so the rank must be {least}{len(dims)}; leave the rank out, it "
-            f"follows"
+            f"MetaTensorType(shape={list(shape)!r}): expected a rank of {least}{len(dims)}, the "
+            f"number of dims in the shape, got rank={rank}; leave the rank out, it follows from "
+            f"the shape"
         )
     return (None,) * (rank - len(dims)) + dims
 

@@ -39,13 +39,17 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
         'size_n % 2 == 0 and size_n > size_m'
     """
     if len(text) > _LONGEST_FACT:
-        raise DescriptorError(f"{text[:20]!r}...: a fact has at most {_LONGEST_FACT} characters")
+        raise DescriptorError(
+            f"expected a condition of at most {_LONGEST_FACT} characters, got {text[:20]!r}..."
+        )
     try:
         return ast.unparse(_fact(ast.parse(text, mode="eval").body, variables))
     except DescriptorError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DescriptorError(f"{text[:200]!r} is not a fact about sizes") from None
+        raise DescriptorError(
+            f"expected a condition on sizes, such as 'n >= 2', got {text[:200]!r}"
+        ) from None
 
 
 def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
@@ -57,7 +61,7 @@ def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
             return ast.Compare(_number(left, variables), [op], [_number(right, variables)])
         case _:
-            raise DescriptorError(f"{ast.unparse(node)!r} is not a comparison of sizes")
+            raise DescriptorError(f"expected a comparison of sizes, got {ast.unparse(node)!r}")
 
 
 def _number(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:

@@ -82,7 +82,7 @@ def fold_form(
         and form[0] in operators
     )
     if not operator_known or (form[0] in ("//", "%") and len(form) != 3):
-        raise ValueError(f"{form!r} is not a size")
+        raise ValueError(f"expected a size, got {form!r}")
     values = [fold_form(operand, leaf, operators) for operand in form[1:]]
     return functools.reduce(operators[form[0]], values)
 

@@ -181,7 +181,7 @@ class _Reader:
 
     def composed(self, name: str) -> TSType:
         if self.take(r"\[") is None:
-            raise self.error(f"{name} does not say what is in it: write {name}[...]")
+            raise self.error(f"{name} needs the types of its elements: write {name}[...]")
         cls = GENERIC.get(name)
         if self.of_call is not None and cls is not None and cls.language_only:
             return self.of_types(name)
@@ -354,7 +354,7 @@ def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        raise AnnotationError(f"{text!r} is not a value") from None
+        raise AnnotationError(f"expected a value, got {text!r}") from None
 
 
 # --- composing, for annotations too

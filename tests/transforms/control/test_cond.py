@@ -148,11 +148,11 @@ def test_invalid_choices_are_refused() -> None:
         cond(x > 0, torch.sin, torch.cos, x)
     with pytest.raises(TypeError, match=r"a bool or an integer, got a tensor of torch\.float32"):
         switch(x[0], [torch.sin, torch.cos], x)
-    with pytest.raises(TypeError, match="the index must be an integer, got a bool"):
+    with pytest.raises(TypeError, match="the index: expected an integer, got a bool"):
         switch(True, [torch.sin], x)
     with pytest.raises(ValueError, match="at least one branch"):
         switch(0, [], x)
-    with pytest.raises(ValueError, match=r"must be .subset. or .select., got 'both'"):
+    with pytest.raises(ValueError, match=r"expected .subset. or .select., got 'both'"):
         cond(True, torch.sin, torch.cos, x, batching="both")  # type: ignore[arg-type]
 
 

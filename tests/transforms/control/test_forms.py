@@ -95,7 +95,7 @@ def test_operands_given_twice_are_refused() -> None:
     ids=["cond", "switch", "while_loop", "fori_loop", "scan", "map", "associative_scan"],
 )
 def test_non_functions_are_refused(call: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=f": {name} must be callable, got int"):
+    with pytest.raises(TypeError, match=f": {name}: expected a callable, got int"):
         call()
 
 
@@ -161,7 +161,7 @@ def test_forms_of_associative_scan(call: Any, wrap: Any) -> None:
 
 
 def test_a_mode_that_torch_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be .pointwise. or .generic., got 'fast'"):
+    with pytest.raises(ValueError, match=r"expected .pointwise. or .generic., got 'fast'"):
         associative_scan(torch.mul, X[None], 0, combine_mode="fast")
 
 

@@ -240,9 +240,9 @@ def test_a_loop_without_steps_does_not_check_a_body_that_reads_numbers() -> None
 
 
 def test_invalid_bounds_and_policies_are_refused() -> None:
-    with pytest.raises(TypeError, match="the bounds must be integers, got a bool"):
+    with pytest.raises(TypeError, match="the bounds: expected integers, got a bool"):
         fori_loop(0, True, lambda i, c: c, 0)
-    with pytest.raises(ValueError, match="checkpoint must be None"):
+    with pytest.raises(ValueError, match="checkpoint: expected None"):
         while_loop(lambda c: False, lambda c: c, 0, checkpoint="all")  # type: ignore[arg-type]
 
 

@@ -189,16 +189,16 @@ def test_values_that_can_not_be_scanned_are_refused() -> None:
     ]
     for f, got in no_pairs:
         for run in (scan, specialize(scan)):
-            with pytest.raises(TypeError, match=f"must return a pair.*got {got}"):
+            with pytest.raises(TypeError, match=f"expected a pair.*got {got}"):
                 run(f, torch.ones(3), torch.ones(2))
     for unroll in (0, -1, 1.5):
         with pytest.raises(
-            ValueError, match=f"unroll must be a bool or a positive int, got {unroll}"
+            ValueError, match=f"unroll: expected a bool or a positive int, got {unroll}"
         ):
             scan(step, 0, torch.ones(2), unroll=unroll)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"the carry that the function returns: f64\[\]"):
         scan(lambda c, x: (c.double(), x), torch.ones(()), torch.ones(2))
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         tsfunc.map(torch.sin, torch.ones(2), batch_size=0)
     with pytest.raises(TypeError, match="They must have one type"):
         associative_scan(lambda a, b: a.double(), torch.ones(3))

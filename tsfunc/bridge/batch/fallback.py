@@ -194,8 +194,8 @@ def loop(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
         results.append(op.outward(*one_args, **one_kwargs))
         if _written_shapes(op, one_args) != shapes:
             raise MissingRuleError(
-                f"vmap: {op.name} gives what it writes to another size, which an example of a "
-                f"batch can't have. Call the form of it that returns its result."
+                f"vmap: {op.name} resizes the tensor that it writes, but all examples of a batch "
+                f"have one size. Call the variant of the operator that returns its result."
             )
     begin(None)
     returned = op.returned if isinstance(op, TorchOperator) else ()
@@ -295,8 +295,8 @@ def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:
         shapes = {tuple(r.shape) for r in results}
         if len(shapes) > 1:
             raise MissingRuleError(
-                f"vmap: {op.name} gave results of different shapes for different examples: "
-                f"{sorted(shapes)}. Results under vmap must have one shape."
+                f"vmap: {op.name}: expected results of one shape for all examples, got "
+                f"{sorted(shapes)}."
             )
         together = stack_examples if is_compressed(first) else torch.stack
         return wrap(together(list(results)), 0, level)

@@ -56,7 +56,7 @@ def _select_one(x: Selection, number: int) -> torch.Tensor:
     """Return one selected element, counted from the front or, for negative numbers, the end."""
     count = x.count()
     least = number + 1 if number >= 0 else -number
-    require(count >= least, f"index {number} is out of bounds of what a mask selects")
+    require(count >= least, f"index {number} is out of bounds for the selection of a mask")
     order = (~x.mask).byte().argsort(stable=True)
     ordinal = torch.full_like(count, number) if number >= 0 else count + number
     position = order.index_select(0, ordinal.reshape(1))

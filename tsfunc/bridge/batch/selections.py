@@ -240,8 +240,8 @@ def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.
     spans = tuple(view.shape[before : before + mask.dim()])
     if spans != tuple(mask.shape):
         raise IndexError(
-            f"The shape of the mask {list(mask.shape)} does not match the dims that it indexes, "
-            f"{list(spans)} of {list(x.shape)}."
+            f"The shape of the mask does not match the dims that it indexes: expected "
+            f"{list(spans)} of {list(x.shape)}, got {list(mask.shape)}."
         )
     return view, mask, before
 

@@ -28,6 +28,6 @@ def remedies() -> str:
     return (
         "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
         "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
-        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
+        "state known properties of this number with torch._check(n > 0). Or make the value an "
         "argument that is not a tensor, which becomes a constant."
     )

@@ -50,8 +50,8 @@ def _grad_fn(guards: TensorGuards, value: Any) -> Any:
     ):
         guards.refuse(
             "grad_fn is read",
-            "the values of a program have nodes of autograd only when it runs",
-            "Ask x.requires_grad or x.is_leaf.",
+            "the values of a program get their autograd nodes only when it runs",
+            "Read x.requires_grad or x.is_leaf instead.",
         )
     return None
 
@@ -72,8 +72,8 @@ def refuse_version(guards: TensorGuards) -> NoReturn:
     """Raise for a read of a tensor's ``_version``."""
     guards.refuse(
         "_version is read",
-        "it counts the writes into a tensor, which are others in every call",
-        "Read it before the call, and pass it.",
+        "it counts the writes into a tensor, and its value differs from call to call",
+        "Read it before the call, and pass the number as an argument.",
     )
 
 
@@ -91,14 +91,20 @@ def _is_view(guards: TensorGuards, value: Any) -> bool:
 def _base(guards: TensorGuards, value: Any) -> None:
     if _is_view(guards, value):
         guards.refuse(
-            "_base is read", "the argument is a view of a tensor that is none", "Pass that."
+            "_base is read",
+            "the argument is a view of a tensor that is not an argument",
+            "Pass the base as an argument, and take the view inside of the function.",
         )
 
 
 def _hooks(guards: TensorGuards, value: Any) -> None:
     argument = guards.argument(value)
     if argument is not None and not guards.guard(argument, "{}._backward_hooks is None"):
-        guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
+        guards.refuse(
+            "hooks are read",
+            "a program does not call hooks",
+            "Remove the hooks, or read them before the call and pass the results.",
+        )
 
 
 def _argument_property(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
@@ -148,7 +154,7 @@ def _set_grad(guards: TensorGuards, value: Any) -> Any:
 def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
     guards.refuse(
         "is_set_to() is called", "the tensors of another call may not share one memory",
-        "Compare what they are made from before the call.",
+        "Compare the tensors before the call, and pass the result.",
     )  # fmt: skip
 
 

@@ -469,12 +469,12 @@ def bind_arguments(
     """
     declared = arguments_of(op)
     if len(args) > len(declared):
-        raise TypeError(f"{op.name} takes {len(declared)} arguments, got {len(args)}")
+        raise TypeError(f"{op.name}: expected at most {len(declared)} arguments, got {len(args)}")
     yield from zip(declared, args, strict=False)
     names = {argument.name: argument for argument in declared}
     for name, value in kwargs.items():
         if name not in names:
-            raise TypeError(f"{op.name} has no argument {name}")
+            raise TypeError(f"{op.name}: got an unknown argument {name}")
         yield names[name], value
 
 

@@ -95,8 +95,8 @@ def note_assignment(module: Any, name: str, value: Any) -> None:
         error = EscapedTracerError(
             f"{level.name}: {named} is assigned values that differ between examples, at {location}"
             f"{source_line(location, ': ')}\nThe module was made outside of the function: it has "
-            f"one buffer for all examples. Give its state as an argument and return what it "
-            f"becomes:\n{_REWRITE}"
+            f"one buffer for all examples. Pass its state as an argument and return the new "
+            f"state:\n{_REWRITE}"
         )
         own, at = weakref.ref(module), "_buffers"
 

@@ -147,15 +147,16 @@ def function_to_save(
     known = cache.programs
     if any(program not in known for program in programs):
         raise ValueError(
-            f"save({target.name}): expected some of its own programs (see .programs), got another."
+            f"save({target.name}): expected programs in .programs of the function, got another."
         )
     chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
     refuse_attributes(target.name, [entry.program for entry in chosen])
     current = [entry for entry in chosen if is_current(entry.program)]
     if not current:
         raise ValueError(
-            f"save({target.name}): what the function reads besides its arguments is not as it was "
-            f"for any of the calls that there are programs for. Call it as it is now, then save it."
+            f"save({target.name}): every program is out of date: a global, attribute or other "
+            f"value that the function reads has changed since the calls that made them. Call the "
+            f"function again, which makes a program for the present values, and then save it."
         )
     chosen = current
     if not exact:

@@ -408,7 +408,7 @@ class ClosureGradients:
         elif has_hooks(tensor):
             problem = (
                 "has hooks, which a program does not call",
-                ("Remove them, or do in the function what they do"),
+                ("Remove them, or do their work in the function"),
             )
         if problem is not None:
             why, remedy = problem

@@ -196,8 +196,9 @@ class WatchedObject:
         if mismatches:
             listed = "".join(f"  {mismatch}\n" for mismatch in mismatches)
             raise TypeCheckError(
-                f"specialize({self._builder.name}): {owner}, {use}, is not what its class "
-                f"declares:\n{listed}Assign what is declared, or declare what is assigned."
+                f"specialize({self._builder.name}): {owner}, {use}, violates the annotation "
+                f"of its class:\n{listed}Assign a value of the annotated type, or change the "
+                f"annotation."
             )
 
     def _method(self, name: str, member: Any) -> None:

@@ -98,7 +98,7 @@ class Archive:
             if info is None:
                 raise FileFormatError(f"{self.label}: {name}: the entry is missing.")
             if size.integer(0) != info.file_size:
-                raise self._error(name, f"has {info.file_size} bytes, not {size.value}")
+                raise self._error(name, f"expected {size.value} bytes, got {info.file_size}")
         for name in self._infos:
             if name != MANIFEST and name not in self._sums:
                 raise self._error(name, f"is not listed in {MANIFEST}")
@@ -177,7 +177,7 @@ class Archive:
         listed = (info.flag_bits, info.compress_type, info.CRC, [info.file_size] * 2,
                   info.filename.encode())  # fmt: skip
         if said != listed:
-            raise self._error(info.filename, "is not what the archive's directory says of it")
+            raise self._error(info.filename, "differs from its record in the archive's directory")
         before = _HEADER.size + len(name) + len(extra)
         return info.header_offset + before + info.file_size
 

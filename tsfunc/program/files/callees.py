@@ -298,9 +298,9 @@ class CalleeReader:
         part = self._decode(field, wanted.takes)
         count = len(part.results)
         if count < wanted.returns or (count > wanted.returns and not wanted.more):
-            field.fail(f"it returns {count} values, not {wanted.returns}")
+            field.fail(f"expected {wanted.returns} results, got {count}")
         if not wanted.zeros and any(value is None for value in part.results):
-            field.fail("it returns nothing where there must be a tensor")
+            field.fail("expected a tensor for each result, got null")
         return part
 
 

@@ -159,10 +159,10 @@ def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> lis
         read = graph(inner)
         own = [node for node in read.nodes if node.op == "placeholder"]
         if len(own) != len(inputs):
-            inputs_field.fail(f"the graph has {len(own)} inputs, not {len(inputs)}")
+            inputs_field.fail(f"expected {len(own)} inputs of the graph, got {len(inputs)}")
         for node, at in zip(own, inputs, strict=True):
             if node.meta["kind"] != kinds[at]:
-                inputs_field.fail(f"{node.name} is given a {kinds[at]}")
+                inputs_field.fail(f"{node.name}: expected a {node.meta['kind']}, got a {kinds[at]}")
         bodies.append(Body(name.text(_NAME, "a name"), read, inputs))
     return bodies
 

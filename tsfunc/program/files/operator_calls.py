@@ -84,7 +84,7 @@ def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Operato
         field.fail(
             f"there is no operator {name[:80]!r} for a program here: torch is "
             f"{torch.__version__}, the file was made with {made_with}. If it is one of your own, "
-            f"import what registers it ({space}) before loading"
+            f"import the module that registers it ({space}) before loading"
         )
     overload: Any = signature.call
     return operator_of(overload), signature
@@ -125,25 +125,26 @@ def misfit(
     """Return the mismatch between a call and an operator's schema; None if they match."""
     positional = [a for a in signature.arguments if not a.keyword]
     if len(args) > len(positional):
-        return f"{signature.name} takes {len(positional)} arguments, not {len(args)}"
+        return f"{signature.name}: expected {len(positional)} arguments, got {len(args)}"
     given = dict(zip((a.name for a in positional), args, strict=False))
     for name, value in kwargs.items():
         if name in given:
-            return f"{signature.name} is given {name} twice"
+            return f"{signature.name}: got {name} twice"
         given[name] = value
     for argument in signature.arguments:
         if argument.name not in given:
             if argument.required:
-                return f"{signature.name} has no {argument.name}"
+                return f"{signature.name}: expected an argument {argument.name}, got none"
             continue
         value = given.pop(argument.name)
         single = argument.count and argument.type.rstrip("?").endswith("[]")
         if single and not isinstance(value, list | tuple) and value is not None:
             value = [value]
         if not _fits(value, argument.type, kind_of):
-            return f"{argument.name} of {signature.name} is of type {argument.type}"
+            expected = f"{argument.name} of type {argument.type}"
+            return f"{signature.name}: expected {expected}, got {value!r:.60}"
     for name in given:
-        return f"{signature.name} has no argument {name[:40]!r}"
+        return f"{signature.name}: got an unknown argument {name[:40]!r}"
     return None
 
 

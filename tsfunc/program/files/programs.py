@@ -266,7 +266,7 @@ def _encode_part(
     def lifted(name: str) -> str:
         tensor = part.lifted[name]
         if state.holds(tensor):
-            raise NoFileForm(f"a rule that reads what the program assigns to, in {part.name}")
+            raise NoFileForm(f"a rule that reads state that the program assigns, in {part.name}")
         return tensors.name(tensor)
 
     return {
@@ -335,12 +335,12 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
     more = len(last.args[0]) - tree.num_leaves
     state_field = field.get("state")
     if more < 0 or (more and state_field is None):
-        results.fail(f"the graph has {len(last.args[0])} results")
+        results.fail(f"expected {len(last.args[0])} results, got {tree.num_leaves}")
     state = ProgramState(state_field, context.state, more, values)
     inputs = (*(at.integer(0, 1 << 31) for at in inputs_field.items()), *state.inputs)
     wanted = sum(node.op == "placeholder" for node in graph.nodes)
     if wanted != len(inputs):
-        inputs_field.fail(f"the graph has {wanted} inputs")
+        inputs_field.fail(f"expected {wanted} inputs, got {len(inputs)}")
     name = name_field.line()
     try:
         source, run = generate(name, graph, inputs, reader.lifted, state.updates)

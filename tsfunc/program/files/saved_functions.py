@@ -171,8 +171,8 @@ def function_bytes(function: SavedFunction) -> bytes:
         }
     except NoFileForm as error:
         why = error.why or (
-            ". Pass tensors, numbers, strings and containers of these; what the function has from "
-            "its surroundings is part of its programs."
+            ". Pass tensors, numbers, strings and containers of these; values that the "
+            "function captures are part of its programs."
         )
         raise UnsavableValueError(
             f"save({function.name}): a file can't hold {error}{why}"

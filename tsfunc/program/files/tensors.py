@@ -167,7 +167,10 @@ class TensorReader:
         self._on_devices: dict[tuple[str, torch.device], torch.Tensor] = {}
         used = {each.at("memory").text() for each in self._records.values()}
         if used != set(self._memory):
-            raise FileFormatError(f"{where}: its tensors are not those that the programs have.")
+            raise FileFormatError(
+                f"{where}: expected the tensors {sorted(used)[:10]} of the programs, got "
+                f"{sorted(self._memory)[:10]}."
+            )
 
     def tensor(self, field: Field) -> torch.Tensor:
         """Return the tensor of a name."""

@@ -314,8 +314,8 @@ def _check(
     if name == "cudagraphs" and devices != {"cuda"}:
         kinds = ", ".join(sorted(devices)) or "no device"
         raise ValueError(
-            f"{program.name}: backend 'cudagraphs' records what a CUDA device does, and the "
-            f"program's tensors are on {kinds}; move them to 'cuda', or use 'inductor'."
+            f"{program.name}: backend 'cudagraphs' expected tensors on 'cuda', got tensors on "
+            f"{kinds}; move them to 'cuda', or use 'inductor'."
         )
 
 

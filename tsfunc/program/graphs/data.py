@@ -65,7 +65,7 @@ class ProgramData:
                 "Write the training step as a function of the parameters and of the optimizer's "
                 "state (tsfunc.grad, tsfunc.functional_optimizer), which returns the new ones."
             )
-        return "Pass what it is as an argument."
+        return "Pass the attribute's value as an argument."
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""

@@ -41,8 +41,7 @@ def arguments_for(
         elif parameter.default is parameter.empty:
             raise DescriptorError(
                 f"{name}.lower: the parameter {parameter.name} has neither a descriptor nor a "
-                f"default. Write what it is: a MetaTensorType for a tensor, any other value as it "
-                f"is."
+                f"default. Write a MetaTensorType for a tensor, and any other value itself."
             )
     return bound
 
@@ -98,10 +97,9 @@ class _Maker:
                 return _container(kind, made)
             case _:
                 raise DescriptorError(
-                    f"{self.name}.lower: {path} is described as {descriptor}, which leaves open "
-                    f"what to trace the function with. Write a MetaTensorType for each tensor, a "
-                    f"container of these with as many as there will be, and other values as they "
-                    f"are."
+                    f"{self.name}.lower: {path} is described as {descriptor}, which does not "
+                    f"determine an example argument. Write a MetaTensorType for each tensor, a "
+                    f"container with the final number of elements, and other values themselves."
                 )
 
     def _tensor(self, meta: MetaTensorType, path: str) -> torch.Tensor:

@@ -47,7 +47,10 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     """Return the program as a torch.export program; see ``Program.to_exported_program``."""
     call_spec = program.call_spec
     if call_spec is None:
-        raise ExportError(f"{program.name}: there is no record of what the program was made for.")
+        raise ExportError(
+            f"{program.name}: expected a program made for a call, got one without a record of "
+            f"its call."
+        )
     graph = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True), exact=False
     )
@@ -354,7 +357,7 @@ def _assign(
                 raise ExportError(
                     f"{program.name}: {update.text} is assigned a tensor of type {value.dtype} and "
                     f"shape {tuple(value.shape)}, and was {buffer.dtype} of shape "
-                    f"{tuple(buffer.shape)}; an ExportedProgram writes into the buffer, which has "
-                    f"to stay what it is."
+                    f"{tuple(buffer.shape)}; an ExportedProgram writes into the buffer, whose "
+                    f"dtype and shape can't change."
                 )
             buffer.copy_(value.detach())

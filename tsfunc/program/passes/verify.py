@@ -101,12 +101,13 @@ class _Check:
                 if not _is_kind(argument, value):
                     self._fail(
                         node,
-                        f"{op.name} takes a {argument.type} for {argument.name}, got {value!r}.",
+                        f"{op.name}: expected a {argument.type} for {argument.name}, got "
+                        f"{value!r}.",
                     )
             there = {argument.name for argument, _ in given}
             for argument in arguments_of(op):
                 if not argument.has_default and argument.name not in there:
-                    self._fail(node, f"{op.name} is called without {argument.name}.")
+                    self._fail(node, f"{op.name}: expected an argument {argument.name}, got none.")
 
     def results(self, facts: Sequence[str]) -> None:
         """Check that each operator, run on fake tensors, returns results as in the metadata."""

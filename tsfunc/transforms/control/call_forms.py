@@ -31,13 +31,13 @@ def check_callable(label: str, **functions: object) -> None:
     """Raise TypeError for an argument that is not callable."""
     for name, value in functions.items():
         if not callable(value):
-            raise TypeError(f"{label}: {name} must be callable, got {type(value).__name__}.")
+            raise TypeError(f"{label}: {name}: expected a callable, got {type(value).__name__}.")
 
 
 def check_batching(label: str, batching: str) -> None:
     """Raise ValueError for an invalid ``batching=``."""
     if batching not in get_args(Batching):
-        raise ValueError(f'{label}: batching must be "subset" or "select", got {batching!r}.')
+        raise ValueError(f'{label}: batching: expected "subset" or "select", got {batching!r}.')
 
 
 def takes(func: Callable[..., Any], count: int) -> bool | None:

@@ -96,13 +96,13 @@ def choice_of(value: Any, label: str) -> Choice:
         )
     if value.numel() != 1:
         raise TypeError(
-            f"{label}: the choice must be a tensor of one element, got one of shape "
+            f"{label}: expected a choice by a tensor of one element, got one of shape "
             f"{tuple(value.shape)}. For a choice for each element use torch.where, or vmap."
         )
     if value.is_floating_point() or value.is_complex():
         raise TypeError(
-            f"{label}: the choice must be a bool or an integer, got a tensor of {value.dtype}. "
-            f"Compare it with something, as in x > 0."
+            f"{label}: expected a choice by a bool or an integer, got a tensor of {value.dtype}. "
+            f"Compare the tensor with a number, as in x > 0."
         )
     inner: Any = as_seen_by_current_level(value)
     trace = current_trace()

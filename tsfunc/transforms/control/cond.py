@@ -157,9 +157,8 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     if len(kwargs) > 1 or args or not kwargs.keys() <= {"operand", "operands"}:
         names = ", ".join(f"{name}=" for name in kwargs)
         raise TypeError(
-            f"cond: got the keyword arguments {names}"
-            + (f" beside {len(args)} operands" if args else "")
-            + "; expected the operands by position, or operand=, or operands=(...)."
+            f"cond: expected the operands by position, or operand=, or operands=(...), got the "
+            f"keyword arguments {names}" + (f" beside {len(args)} operands." if args else ".")
         )
     (given,) = kwargs.values()
     return (given,) if "operand" in kwargs else tuple(given)
@@ -173,7 +172,7 @@ def _index_of(value: Any, label: str, last: int) -> Choice:
     else:
         choice = choice_of(value, label)
         if isinstance(choice, bool):
-            raise TypeError(f"{label}: the index must be an integer, got a bool. Use cond.")
+            raise TypeError(f"{label}: the index: expected an integer, got a bool. Use cond.")
     if isinstance(choice, int):
         return min(max(int(choice), 0), last)
     if isinstance(choice, BatchedChoice):

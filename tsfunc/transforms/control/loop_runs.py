@@ -60,8 +60,8 @@ from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.skipped_bodies import check_zero_steps
 
 ADVICE = (
-    "The carry keeps its structure, types and shapes from step to step: convert what the body "
-    "returns (x.to(dtype)), or start with what it returns."
+    "The carry keeps its structure, types and shapes from step to step: convert the results of "
+    "the body (x.to(dtype)), or start with a carry of their types."
 )
 
 

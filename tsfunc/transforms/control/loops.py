@@ -75,7 +75,7 @@ def while_loop(
     """
     if checkpoint not in (None, "sqrt", "log"):
         raise ValueError(
-            f'while_loop: checkpoint must be None, "sqrt" or "log", got {checkpoint!r}.'
+            f'while_loop: checkpoint: expected None, "sqrt" or "log", got {checkpoint!r}.'
         )
     check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     if torch_records():
@@ -198,7 +198,7 @@ def _bound(value: Any) -> Any:
         return value  # it has a gradient, and so do the counter values
     choice = choice_of(value, "fori_loop")
     if isinstance(choice, bool):
-        raise TypeError("fori_loop: the bounds must be integers, got a bool.")
+        raise TypeError("fori_loop: the bounds: expected integers, got a bool.")
     return choice if isinstance(choice, int) else value
 
 

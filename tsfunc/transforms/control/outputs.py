@@ -138,7 +138,8 @@ def check_pair(label: str, pair: Any) -> None:
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
-            f"{label}: the function must return a pair, the next carry and a result (None for no "
+            f"{label}: expected a pair as the result of the function, the next carry and a "
+            f"result (None for no "
             f"result), got {show(pair)}."
         )
 

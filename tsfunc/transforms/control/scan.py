@@ -56,8 +56,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _ONE_TYPE = "They must have one type."
 _ADVICE = (
-    "The carry keeps its structure, types and shapes from step to step: convert what the function "
-    "returns first (x.to(dtype)), or start with what it returns."
+    "The carry keeps its structure, types and shapes from step to step: convert the first result "
+    "of the function (x.to(dtype)), or start with a carry of its type."
 )
 
 
@@ -106,7 +106,7 @@ def scan(
     """
     check_callable("scan", f=f)
     if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
-        raise ValueError(f"scan: unroll must be a bool or a positive int, got {unroll!r}.")
+        raise ValueError(f"scan: unroll: expected a bool or a positive int, got {unroll!r}.")
     if torch_records():
         last, ys = in_torch.scan(f, init, xs, length, reverse, dim)
         return last, ys
@@ -270,9 +270,7 @@ def _length(
     sizes = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            advice = array_advice(leaf) or (
-                " Give what is the same for all steps by closing over it."
-            )
+            advice = array_advice(leaf) or (" Close over values that all steps share.")
             raise TypeError(
                 f"{label}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
             )
@@ -350,7 +348,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     """
     check_callable("map", f=f)
     if batch_size is not None and batch_size < 1:
-        raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
+        raise ValueError(f"map: batch_size: expected at least 1, got {batch_size}.")
     if torch_records():
         ys: _Y = in_torch.map_(f, xs, args)
         return ys
@@ -418,7 +416,7 @@ def associative_scan(
     check_callable("associative_scan", fn=fn)
     if combine_mode not in (None, "pointwise", "generic"):
         raise ValueError(
-            f'associative_scan: combine_mode must be "pointwise" or "generic", got '
+            f'associative_scan: combine_mode: expected "pointwise" or "generic", got '
             f"{combine_mode!r}."
         )
     if type(reverse) is int:

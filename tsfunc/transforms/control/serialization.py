@@ -58,8 +58,8 @@ def _decode_switch(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) ->
     _, _, bodies_field, batching = field.record("kind", "name", "bodies", "batching")
     bodies = decode_bodies(bodies_field, graph, kinds)
     if not bodies or kinds[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
-        field.fail("a choice is made by a tensor, between branches with the same results")
-    return Switch(name, bodies, batching.one_of(_BATCHING, "a way of batching"))
+        field.fail("expected a tensor to choose by, and branches with equal numbers of results")
+    return Switch(name, bodies, batching.one_of(_BATCHING, f"one of {[*_BATCHING]}"))
 
 
 def _encode_while(op: While, graph: EncodeGraph) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> 
     carried = carried_field.integer(0, len(kinds))
     bodies = decode_bodies(bodies_field, graph, kinds)
     if [result_count(body) for body in bodies] != [1, carried]:
-        field.fail("a loop has a condition, and a body that returns what is carried")
-    way: Any = None
+        field.fail(f"expected a condition, and a body that returns the {carried} carried values")
+    policy: Any = None
     if checkpoint.value is not None:
-        way = checkpoint.one_of(_CHECKPOINTS, "what reverse mode keeps")
-    return While(name, bodies, carried, way)
+        policy = checkpoint.one_of(_CHECKPOINTS, f"null or one of {[*_CHECKPOINTS]}")
+    return While(name, bodies, carried, policy)
 
 
 def _encode_scan(op: Scan, graph: EncodeGraph) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> C
     length = None if length_field.value is None else length_field.integer(0)
     bodies = decode_bodies(bodies_field, graph, kinds)
     if len(bodies) != 1 or result_count(bodies[0]) < carried or (not along and length is None):
-        field.fail("a scan has a body that returns what is carried, and a length")
+        field.fail(f"expected one body that returns the {carried} carried values, and a length")
     return Scan(name, bodies, carried, along, length, reverse.flag())
 
 
@@ -177,7 +177,7 @@ def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) 
     # The body takes two slices of each.
     bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
     if len(bodies) != 1 or result_count(bodies[0]) != along:
-        field.fail("an associative scan has a body that returns what it goes along")
+        field.fail(f"expected one body that returns {along} values, as many as the scan combines")
     return AssociativeScan(name, bodies, along)
 
 
@@ -262,7 +262,7 @@ def _decode_recompute(field: Field, name: str, graph: DecodeGraph, kinds: Kinds)
 def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
     bodies = decode_bodies(field, graph, kinds)
     if len(bodies) != 1:
-        field.fail("a checkpoint has one body")
+        field.fail(f"expected one body, got {len(bodies)}")
     return bodies[0]
 
 
@@ -328,7 +328,7 @@ def _decode_map(field: Field, callee: TracedCallee, graph: DecodeGraph) -> Enclo
     return EnclosingVmap(
         _dims(ins, callee.tensors),
         _dims(outs, callee.results),
-        randomness.one_of(_RANDOMNESS, "what becomes of random numbers"),
+        randomness.one_of(_RANDOMNESS, f"one of {[*_RANDOMNESS]}"),
         axis,
         None if size.value is None else size.integer(0),
     )
