@@ -67,21 +67,18 @@ def _jax_elementwise(jax: Any, jnp: Any) -> Callable[..., Any]:
             x = jnp.sin(x) * 1.5
         return x
 
-    mapped: Callable[..., Any] = jax.vmap(elementwise)
-    return mapped
+    return jax.vmap(elementwise)
 
 
 def _halve(x: Tensor) -> Tensor:
     """Halve ``x`` until the largest entry is at most 1: up to 12 steps."""
-    found: Tensor = tsfunc.while_loop(lambda x: x.abs().max() > 1, lambda x: x / 2, x)
-    return found
+    return tsfunc.while_loop(lambda x: x.abs().max() > 1, lambda x: x / 2, x)
 
 
 def _jax_halve(jax: Any, jnp: Any) -> Callable[..., Any]:
-    mapped: Callable[..., Any] = jax.vmap(
+    return jax.vmap(
         lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1, lambda x: x / 2, x)
     )
-    return mapped
 
 
 def _network(numerics: Any, params: Layers, x: Tensor) -> Any:
@@ -112,8 +109,7 @@ def pinn(transforms: Any, numerics: Any) -> Callable[..., Any]:
     def loss(params: Layers, points: Tensor) -> Any:
         return (transforms.vmap(residual, (None, 0))(params, points) ** 2).mean()
 
-    made: Callable[..., Any] = transforms.grad(loss)
-    return made
+    return transforms.grad(loss)
 
 
 def kernel(transforms: Any, numerics: Any) -> Callable[..., Any]:
@@ -152,8 +148,7 @@ def maml(transforms: Any, numerics: Any) -> Callable[..., Any]:
     def total(params: Layers, x: Tensor, y: Tensor) -> Any:
         return transforms.vmap(after_a_step, (None, 0, 0))(params, x, y).sum()
 
-    made: Callable[..., Any] = transforms.grad(total)
-    return made
+    return transforms.grad(total)
 
 
 def _compared(name: str, make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> Case:

@@ -19,8 +19,7 @@ BY_HAND = "unrolled by hand"
 
 def counted(x: Tensor, n: Tensor) -> Tensor:
     """Loop for the number of steps that the example needs."""
-    found: Tensor = tsfunc.fori_loop(0, n, lambda i, x: torch.sin(x) * 1.01, x)
-    return found
+    return tsfunc.fori_loop(0, n, lambda i, x: torch.sin(x) * 1.01, x)
 
 
 def conditional(x: Tensor, n: Tensor) -> Tensor:
@@ -29,8 +28,7 @@ def conditional(x: Tensor, n: Tensor) -> Tensor:
     def step(carry: Any) -> Any:
         return carry[0] + 1, torch.sin(carry[1]) * 1.01
 
-    found: Tensor = tsfunc.while_loop(lambda carry: carry[0] < n, step, (torch.tensor(0), x))[1]
-    return found
+    return tsfunc.while_loop(lambda carry: carry[0] < n, step, (torch.tensor(0), x))[1]
 
 
 def in_python(x: Tensor, n: Tensor) -> Tensor:
@@ -112,8 +110,7 @@ def of_gradients(counts: Tensor, width: int) -> Case:
 
 
 def scanned(x: Tensor, xs: Tensor) -> Tensor:
-    found: Tensor = tsfunc.scan(lambda c, row: (torch.tanh(c * 0.9 + row), None), x, xs)[0]
-    return found
+    return tsfunc.scan(lambda c, row: (torch.tanh(c * 0.9 + row), None), x, xs)[0]
 
 
 def unrolled(x: Tensor, xs: Tensor) -> Tensor:
@@ -123,8 +120,7 @@ def unrolled(x: Tensor, xs: Tensor) -> Tensor:
 
 
 def scanned_slope(x: Tensor, xs: Tensor) -> Tensor:
-    found: Tensor = tsfunc.grad(lambda x: scanned(x, xs).sum())(x)
-    return found
+    return tsfunc.grad(lambda x: scanned(x, xs).sum())(x)
 
 
 def unrolled_slope(x: Tensor, xs: Tensor) -> Tensor:

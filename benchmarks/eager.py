@@ -36,8 +36,7 @@ def network(params: Layers, x: Tensor) -> Tensor:
 
 
 def hessian(transforms: ModuleType) -> Callable[..., Any]:
-    made: Callable[..., Any] = transforms.hessian(lambda x, w: torch.tanh(w @ x).square().sum())
-    return made
+    return transforms.hessian(lambda x, w: torch.tanh(w @ x).square().sum())
 
 
 def kernel(transforms: ModuleType) -> Callable[..., Any]:
@@ -71,8 +70,7 @@ def adapted(transforms: ModuleType) -> Callable[..., Any]:
         errors: Tensor = transforms.vmap(after_a_step, (None, 0, 0))(params, x, y)
         return errors.sum()
 
-    made: Callable[..., Any] = transforms.grad(total)
-    return made
+    return transforms.grad(total)
 
 
 def transformer_params() -> dict[str, Tensor]:
@@ -99,8 +97,7 @@ def transformer(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 
 def per_text(transforms: ModuleType) -> Callable[..., Any]:
-    made: Callable[..., Any] = transforms.vmap(transforms.grad(transformer), (None, 0))
-    return made
+    return transforms.vmap(transforms.grad(transformer), (None, 0))
 
 
 def cases() -> Iterator[Case]:

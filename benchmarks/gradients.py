@@ -33,13 +33,11 @@ def loss(params: Params, x: Tensor, label: Tensor) -> Tensor:
 
 
 def per_example(transforms: ModuleType) -> Callable[..., Any]:
-    mapped: Callable[..., Any] = transforms.vmap(transforms.grad(loss), in_dims=(None, 0, 0))
-    return mapped
+    return transforms.vmap(transforms.grad(loss), in_dims=(None, 0, 0))
 
 
 def per_model(transforms: ModuleType) -> Callable[..., Any]:
-    mapped: Callable[..., Any] = transforms.vmap(transforms.grad(loss), in_dims=(0, None, None))
-    return mapped
+    return transforms.vmap(transforms.grad(loss), in_dims=(0, None, None))
 
 
 def tiny(x: Tensor) -> Tensor:
@@ -47,8 +45,7 @@ def tiny(x: Tensor) -> Tensor:
 
 
 def tiny_grad(transforms: ModuleType) -> Callable[..., Any]:
-    gradient: Callable[..., Any] = transforms.grad(tiny)
-    return gradient
+    return transforms.grad(tiny)
 
 
 def by_autograd(x: Tensor) -> Tensor:

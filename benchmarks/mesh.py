@@ -58,13 +58,11 @@ def by_group(x: Tensor) -> Tensor:
 
 def functional(x: Tensor) -> Tensor:
     ops: Any = torch.ops._c10d_functional
-    out: Tensor = ops.wait_tensor(ops.all_reduce(x, "sum", group().group_name))
-    return out
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group().group_name))
 
 
 def summed(x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.psum(x, "dp")
-    return out
+    return tsfunc.psum(x, "dp")
 
 
 def repeated(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -55,28 +55,24 @@ def gpt2(library: Any) -> nn.Module:
         "n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": WORDS, "n_positions": 32,
         "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
     }  # fmt: skip
-    model: nn.Module = library.GPT2LMHeadModel(library.GPT2Config(**options))
-    return model
+    return library.GPT2LMHeadModel(library.GPT2Config(**options))
 
 
 def bert(library: Any) -> nn.Module:
     config = library.BertConfig(num_labels=CLASSES, **TEXT)
-    model: nn.Module = library.BertForSequenceClassification(config)
-    return model
+    return library.BertForSequenceClassification(config)
 
 
 def llama(library: Any) -> nn.Module:
     config = library.LlamaConfig(num_key_value_heads=2, **TEXT)
-    model: nn.Module = library.LlamaForCausalLM(config)
-    return model
+    return library.LlamaForCausalLM(config)
 
 
 def resnet18(library: Any) -> nn.Module:
     """ResNet-18 with group norm, since batch norm mixes the examples."""
-    model: nn.Module = library.models.resnet18(
+    return library.models.resnet18(
         num_classes=CLASSES, norm_layer=lambda channels: nn.GroupNorm(8, channels)
     )
-    return model
 
 
 def library(name: str) -> Any:
@@ -96,8 +92,7 @@ def per_example(model: nn.Module, loss: Loss) -> Callable[[ModuleType], Callable
         return loss(model, params, x, y)
 
     def make(transforms: ModuleType) -> Callable[..., Any]:
-        made: Callable[..., Any] = transforms.vmap(transforms.grad(of), (None, 0, 0))
-        return made
+        return transforms.vmap(transforms.grad(of), (None, 0, 0))
 
     return make
 

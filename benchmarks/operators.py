@@ -41,14 +41,12 @@ def layers(x: Tensor) -> Tensor:
 
 
 def mapped(function: Callable[..., Any], transforms: ModuleType) -> Callable[..., Any]:
-    result: Callable[..., Any] = transforms.vmap(function)
-    return result
+    return transforms.vmap(function)
 
 
 def mapped_grad(transforms: ModuleType) -> Callable[..., Any]:
     """Autograd records each operator on tracers; its backward formula is dispatched, too."""
-    result: Callable[..., Any] = transforms.vmap(transforms.grad(lambda x: sines(x).sum()))
-    return result
+    return transforms.vmap(transforms.grad(lambda x: sines(x).sum()))
 
 
 def cases() -> Iterator[Case]:

@@ -27,8 +27,7 @@ def fifty_small(x: Tensor) -> Tensor:
 
 
 def vmap_of(function: Callable[..., Any], transforms: ModuleType) -> Callable[..., Any]:
-    mapped: Callable[..., Any] = transforms.vmap(function)
-    return mapped
+    return transforms.vmap(function)
 
 
 def laplacian(transforms: ModuleType) -> Callable[..., Any]:
@@ -38,11 +37,9 @@ def laplacian(transforms: ModuleType) -> Callable[..., Any]:
         def field(x: Tensor) -> Tensor:
             return torch.tanh(weight @ x + bias).sum()
 
-        trace: Tensor = transforms.hessian(field)(x).trace()
-        return trace
+        return transforms.hessian(field)(x).trace()
 
-    mapped: Callable[..., Any] = transforms.vmap(at_point, in_dims=(None, None, 0))
-    return mapped
+    return transforms.vmap(at_point, in_dims=(None, None, 0))
 
 
 def cases() -> Iterator[Case]:

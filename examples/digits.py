@@ -72,8 +72,7 @@ NETWORK = network().to("meta")  # its structure; each call brings the parameters
 
 
 def logits(params: Params, images: Tensor) -> Tensor:
-    scores: Tensor = tsfunc.functional_call(NETWORK, params, (images,))
-    return scores
+    return tsfunc.functional_call(NETWORK, params, (images,))
 
 
 def loss(params: Params, image: Tensor, label: Tensor) -> Tensor:
@@ -83,8 +82,7 @@ def loss(params: Params, image: Tensor, label: Tensor) -> Tensor:
 
 def mapped_gradients(transforms: ModuleType = tsfunc) -> PerExample:
     """Every example's gradient, by the ``vmap`` and ``grad`` of ``tsfunc`` or ``torch.func``."""
-    gradients: PerExample = transforms.vmap(transforms.grad(loss), in_dims=(None, 0, 0))
-    return gradients
+    return transforms.vmap(transforms.grad(loss), in_dims=(None, 0, 0))
 
 
 def looped_gradients(params: Params, images: Tensor, labels: Tensor) -> Params:

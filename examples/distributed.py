@@ -83,8 +83,7 @@ def private_gradient(mesh: Any) -> Callable[..., Any]:
     """The sum of clipped gradients, of examples that are spread over both axes."""
 
     def local(params: Params, images: Tensor, labels: Tensor) -> Params:
-        total: Params = psum(summed(params, images, labels), ("dp", "tp"))
-        return total
+        return psum(summed(params, images, labels), ("dp", "tp"))
 
     both = P(("dp", "tp"))
     return shard_map(local, mesh, (P(), both, both), P())
@@ -116,8 +115,7 @@ def tensor_parallel(mesh: Any) -> Callable[..., Any]:
     def local(params: Params, x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.tanh(x @ params["w1"])
         out = psum(hidden @ params["w2"], "tp")
-        total: Tensor = psum((out - y).square().sum(), "dp")
-        return total
+        return psum((out - y).square().sum(), "dp")
 
     specs = {"w1": P(None, "tp"), "w2": P("tp")}
     return shard_map(local, mesh, (specs, P("dp"), P("dp")), P())
@@ -131,8 +129,7 @@ def gathered_parameters(mesh: Any) -> Callable[..., Any]:
             gathered = all_gather(shards, ("dp", "tp"), tiled=True)
             return loss(gathered, x, y)
 
-        found: Params = grad(whole)(params)
-        return found
+        return grad(whole)(params)
 
     both = P(("dp", "tp"))
     return shard_map(local, mesh, (both, both, both), both)
@@ -159,8 +156,7 @@ def ring_attention(mesh: Any) -> Callable[..., Any]:
         first = q[:, :1] * 0
         carry = (first - 1e30, first, torch.zeros_like(v), k, v)
         (_, weights, out, _, _), _ = scan(step, carry, torch.zeros(n))
-        result: Tensor = out / weights
-        return result
+        return out / weights
 
     return shard_map(local, mesh, P("dp"), P("dp"))
 

@@ -22,8 +22,7 @@ def file(tmp_path: Path) -> Path:
 
     def choice(x: Tensor) -> Tensor:
         y = x @ weight
-        out: Tensor = tsfunc.cond(y.sum() > 0, torch.sin, torch.cos, y)
-        return out
+        return tsfunc.cond(y.sum() > 0, torch.sin, torch.cos, y)
 
     f = tsfunc.specialize(choice, {"x": tsfunc.MetaTensorType(["n", 3])})
     f(torch.ones(4, 3))

@@ -194,8 +194,7 @@ def test_transforms_of_functions_of_a_model_with_static_fields() -> None:
         def of_weight(weight: Tensor, x: Tensor) -> Tensor:
             return (activation(weight @ x) * scale).square().sum()
 
-        expected: Tensor = torch.func.vmap(torch.func.grad(of_weight), (None, 0))(weight, batch)
-        return expected
+        return torch.func.vmap(torch.func.grad(of_weight), (None, 0))(weight, batch)
 
     weight, batch = torch.randn(3, 3), torch.randn(4, 3)
     per_example = tsfunc.vmap(tsfunc.grad(loss), in_dims=(None, 0))

@@ -120,7 +120,7 @@ def refusing_class(structure: optree.PyTreeSpec) -> type | None:
     try:
         structure.one_level().unflatten([object()] * structure.num_children)
     except Exception:  # the class's own
-        return structure.type  # type: ignore[no-any-return]
+        return structure.type
     return None
 
 
@@ -148,10 +148,9 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
             for entry, item in zip(prefix, tree, strict=True)
             for _ in range(1 if type(item) in _LEAVES else len(leaves_of(item)))
         ]
-    spread: list[Any] = optree.broadcast_prefix(
+    return optree.broadcast_prefix(
         prefix, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
-    return spread
 
 
 def _take_in(leaves: Sequence[Any]) -> bool:

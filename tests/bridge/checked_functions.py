@@ -34,11 +34,9 @@ def with_check_of_all(x: Tensor) -> Tensor:
 
 
 def with_distribution(x: Tensor) -> Tensor:
-    density: Tensor = D.Exponential(x).log_prob(torch.ones(())).exp()
-    return density
+    return D.Exponential(x).log_prob(torch.ones(())).exp()
 
 
 def with_covariance(x: Tensor) -> Tensor:
     covariance = torch.eye(2) * x
-    density: Tensor = D.MultivariateNormal(torch.zeros(2), covariance).log_prob(torch.ones(2)).exp()
-    return density
+    return D.MultivariateNormal(torch.zeros(2), covariance).log_prob(torch.ones(2)).exp()

@@ -163,8 +163,7 @@ def test_a_choice_is_refused() -> None:
 
 def test_the_answer_of_a_constraint_is_a_choice() -> None:
     def valid(x: Tensor) -> Tensor:
-        answer: Tensor = D.constraints.positive_definite.check(torch.eye(2) * x)
-        return answer
+        return D.constraints.positive_definite.check(torch.eye(2) * x)
 
     for call in (vmap(valid), specialize(valid)):
         with pytest.raises(DataDependentError):

@@ -337,8 +337,7 @@ def test_plans_of_calls_that_autograd_records(
         plans.recorded.clear()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = call(x.sin()).square().sum()
-        return total
+        return call(x.sin()).square().sum()
 
     for _ in range(2):
         found = vmap(grad(loss), in_dim)(batch.movedim(0, in_dim))

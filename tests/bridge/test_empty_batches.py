@@ -45,8 +45,7 @@ def test_tangents_of_views_of_a_result() -> None:
     """The tangent has the memory layout of the result, even without elements."""
 
     def f(x: Tensor) -> Tensor:
-        tangent: Tensor = jvp(torch.linalg.cond, (x,), (torch.ones_like(x),))[1]
-        return tangent
+        return jvp(torch.linalg.cond, (x,), (torch.ones_like(x),))[1]
 
     assert vmap(f)(torch.rand(0, 2, 5, 5)).shape == (0, 2)
     assert vmap(f, -1)(torch.rand(2, 5, 5, 0)).shape == (0, 2)

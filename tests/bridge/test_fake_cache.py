@@ -75,8 +75,7 @@ def memory_of(value: Tensor) -> int | None:
     empty = any(type(size) is int and size == 0 for size in value.shape)
     if value.layout is not torch.strided or empty:
         return None
-    memory: int = value.untyped_storage()._cdata
-    return memory
+    return value.untyped_storage()._cdata
 
 
 def looks(value: Any, arguments: Sequence[Any]) -> Any:
@@ -406,8 +405,7 @@ class TestPrograms:
             return torch.zeros(3) + x.sum()
 
         def f(x: Tensor, flag: Tensor) -> Tensor:
-            y: Tensor = tsfunc.cond(flag, checked, unchecked, x)
-            return y
+            return tsfunc.cond(flag, checked, unchecked, x)
 
         f_of_any = specialize(f)
         x = torch.tensor([1, 2])

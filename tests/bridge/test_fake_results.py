@@ -40,8 +40,7 @@ def test_kernels_that_tell_a_shape_run_on_little_memory(monkeypatch: pytest.Monk
         return run(mode, func, flat, *rest)
 
     def f(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        counts: Tensor = torch.histogramdd(x, [a, b, c, d])[0]
-        return counts
+        return torch.histogramdd(x, [a, b, c, d])[0]
 
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", counting)
     edges = [torch.linspace(-1, 1, n) for n in (4, 5, 6, 7)]
@@ -176,8 +175,7 @@ class TestShapesThatAreWrittenDown:
 
     def test_least_squares(self) -> None:
         def f(a: Tensor, b: Tensor) -> Tensor:
-            solution: Tensor = torch.linalg.lstsq(a, b).solution
-            return solution
+            return torch.linalg.lstsq(a, b).solution
 
         check(f, {"a": ["n", "m"], "b": ["n", "k"]}, (r(7, 3), r(7, 2)), (r(9, 4), r(9, 3)))
 

@@ -51,13 +51,11 @@ def test_gradients_of_upsampling(kind: str, open_dims: str) -> None:
     w = torch.randn(3, *[1] * spatial, dtype=torch.float64)
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = F.interpolate(x * w, **options).sin().sum()
-        return out
+        return F.interpolate(x * w, **options).sin().sum()
 
     def each(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         of_an_example = tsfunc.grad(lambda w, e: loss(w, e[None]))
-        out: torch.Tensor = tsfunc.vmap(of_an_example, (None, 0))(w, x)
-        return out
+        return tsfunc.vmap(of_an_example, (None, 0))(w, x)
 
     sizes = [6, 5, 4][:spatial]
     names = ["h", "v", "d"][:spatial]

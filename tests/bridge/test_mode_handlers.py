@@ -156,8 +156,7 @@ def handlers_for_devices_while_a_backend_compiles() -> None:
     def compiled() -> Tensor:
         @tsfunc.specialize(backend="aot_eager")
         def f(x: Tensor) -> Tensor:
-            out: Tensor = tsfunc.cond(x.sum() > 0, torch.sin, torch.cos, x)
-            return out
+            return tsfunc.cond(x.sum() > 0, torch.sin, torch.cos, x)
 
         return f(x)
 

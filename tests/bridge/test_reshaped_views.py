@@ -69,8 +69,7 @@ def test_attention_layers_reshape_views() -> None:
     x = torch.randn(2, 5, 3, 4)
 
     def attended(x: Tensor) -> Tensor:
-        out: Tensor = attention(x, x, x)[0]
-        return out
+        return attention(x, x, x)[0]
 
     same(tsfunc.vmap(attended, in_dims=2)(x), loop(attended, 3, 2)(x), rtol=1e-5, atol=1e-5)
 
@@ -162,8 +161,7 @@ def test_derivatives_of_copied_views(name: str) -> None:
         return torch.stack([(y.sin() * y).sum() for y in outs]).sum()
 
     def tangent(x: Tensor) -> Tensor:
-        out: Tensor = tsfunc.jvp(total, (x,), (x.cos(),))[1]
-        return out
+        return tsfunc.jvp(total, (x,), (x.cos(),))[1]
 
     x = X.double()
     for f in (tsfunc.grad(total), tangent, tsfunc.hessian(total)):

@@ -96,8 +96,7 @@ def test_operators_in_place(op: Callable[..., Any]) -> None:
         kept = made
         made = op(made, b)
         assert made is kept
-        out: Tensor = op(made, 2.0)
-        return out
+        return op(made, 2.0)
 
     check(f, (0, 1), x, y)
 
@@ -217,8 +216,7 @@ def test_detached_examples_have_no_derivative() -> None:
     x, w = torch.randn(3, 2), torch.randn(2)
 
     def total(w: Tensor) -> Tensor:
-        out: Tensor = vmap(lambda row: (row * w).detach() * w)(x).sum()
-        return out
+        return vmap(lambda row: (row * w).detach() * w)(x).sum()
 
     for _ in range(3):
         torch.testing.assert_close(grad(total)(w), (x * w).sum(0))
@@ -229,8 +227,7 @@ def test_members_have_the_texts_of_torch() -> None:
         assert row.sin.__name__ == "sin" and row.sin.__doc__ == Tensor.sin.__doc__
         assert type(row).add.__doc__ == Tensor.add.__doc__
         bound = row.add
-        out: Tensor = bound(1) + type(row).sin(row)
-        return out
+        return bound(1) + type(row).sin(row)
 
     x = torch.randn(2, 3)
     torch.testing.assert_close(mapped(f, 0, x), x + 1 + x.sin())

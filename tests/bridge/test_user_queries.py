@@ -165,8 +165,7 @@ def guards(prefix: str | None) -> list[object]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
-    found: list[object] = json.loads(run.stdout)
-    return found
+    return json.loads(run.stdout)
 
 
 def test_names_of_files_decide_no_guards() -> None:

@@ -348,13 +348,11 @@ def distribution_inside(rank: int, size: int) -> None:
 
             def distributed(x: Tensor, placement: Any = placement, source: Any = source) -> Tensor:
                 placed = distribute_tensor(x, mesh, [placement], src_data_rank=source)
-                out: Tensor = whole(placed * placed)
-                return out
+                return whole(placed * placed)
 
             def redistributed(x: Tensor, placement: Any = placement) -> Tensor:
                 local = DTensor.from_local(x, mesh, [Replicate()])
-                out: Tensor = whole(local.redistribute(mesh, [placement]) ** 2)
-                return out
+                return whole(local.redistribute(mesh, [placement]) ** 2)
 
             for transform in DISTRIBUTED.values():
                 with pytest.raises(MissingRuleError, match="DTensor"):

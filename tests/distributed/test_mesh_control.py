@@ -18,8 +18,7 @@ close = torch.testing.assert_close
 
 
 def psum(x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.psum(x, "i")
-    return out
+    return tsfunc.psum(x, "i")
 
 
 def choose(x: Tensor) -> Any:

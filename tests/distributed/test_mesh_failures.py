@@ -163,8 +163,7 @@ def waiting_in_a_program(rank: int, size: int) -> None:
     def body(x: Tensor, fails: bool) -> Tensor:
         if fails:
             raise ArithmeticError(f"rank {rank} can't")
-        out: Tensor = total(x)
-        return out
+        return total(x)
 
     f = shard_map(body, mesh, (P("i"), P()), P())
     x = torch.arange(4.0)
@@ -226,8 +225,7 @@ def a_rank_that_recovers(rank: int, size: int) -> None:
     def body(x: Tensor) -> Tensor:
         if rank == 1 and x.dim() == 2:
             raise ArithmeticError("try again")
-        out: Tensor = tsfunc.psum(x.sum(), "i")
-        return out
+        return tsfunc.psum(x.sum(), "i")
 
     f = shard_map(body, mesh, P("i"), P(), check=None)
     x = torch.arange(4.0)

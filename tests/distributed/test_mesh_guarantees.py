@@ -22,13 +22,11 @@ Body = Callable[[Tensor], Any]
 
 
 def psum(x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.psum(x, "i")
-    return out
+    return tsfunc.psum(x, "i")
 
 
 def steps(total: Tensor, x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.fori_loop(0, 3, lambda _, c: c + psum(x.sum() * c), total)
-    return out
+    return tsfunc.fori_loop(0, 3, lambda _, c: c + psum(x.sum() * c), total)
 
 
 def grown(x: Tensor) -> Any:

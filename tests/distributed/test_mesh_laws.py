@@ -26,8 +26,7 @@ LENGTH = 2  # of a rank's shard: a multiple of the number of ranks
 
 
 def index(x: Tensor) -> Tensor:
-    out: Tensor = x * (tsfunc.axis_index("i") + 1)
-    return out
+    return x * (tsfunc.axis_index("i") + 1)
 
 
 def ring(x: Tensor) -> Tensor:
@@ -38,19 +37,16 @@ def ring(x: Tensor) -> Tensor:
         block = tsfunc.ppermute(block, "i", [(k, (k + 1) % n) for k in range(n)])
         return (total + x * block.sin(), block), None
 
-    out: Tensor = tsfunc.scan(step, (x, x), torch.zeros(n))[0][0]
-    return out
+    return tsfunc.scan(step, (x, x), torch.zeros(n))[0][0]
 
 
 def loop(x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.fori_loop(0, 3, lambda _, x: x + tsfunc.psum(x.sin(), "i"), x)
-    return out
+    return tsfunc.fori_loop(0, 3, lambda _, x: x + tsfunc.psum(x.sin(), "i"), x)
 
 
 @tsfunc.custom_vjp
 def scaled_psum(x: Tensor) -> Tensor:
-    out: Tensor = tsfunc.psum(x.sin(), "i")
-    return out
+    return tsfunc.psum(x.sin(), "i")
 
 
 scaled_psum.defvjp(
@@ -234,8 +230,7 @@ def axes_of_a_mesh_and_of_a_vmap_in_one_sum(rank: int, size: int) -> None:
 
     def body(x: Tensor) -> Tensor:
         one = lambda v: v * tsfunc.psum(v.sin(), ("i", "b"))  # noqa: E731
-        out: Tensor = tsfunc.vmap(one, axis_name="b")(x)
-        return out
+        return tsfunc.vmap(one, axis_name="b")(x)
 
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     want = x * x.sin().sum(0)

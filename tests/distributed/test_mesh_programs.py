@@ -35,8 +35,7 @@ def body(w: Tensor, x: Tensor) -> Tensor:
     n = tsfunc.axis_size("i")
     own = (x @ w).sin().sum() * (tsfunc.axis_index("i") + 1)
     moved = tsfunc.ppermute(own, "i", [(k, (k + 1) % n) for k in range(n)])
-    out: Tensor = tsfunc.psum(own * moved, "i")
-    return out
+    return tsfunc.psum(own * moved, "i")
 
 
 def arguments() -> tuple[Tensor, Tensor]:
@@ -84,8 +83,7 @@ def every_kind(w: Tensor, x: Tensor) -> Tensor:
     signs = tsfunc.all_gather(x[0] > 0, "i").sum() + tsfunc.psum((x > 0).sum(), "i")
     waves: Tensor = tsfunc.all_gather(torch.complex(x, x.cos()), "i").abs()
     parts = own.sin().sum() + (sent * rows).mean() + waves.sum()
-    out: Tensor = tsfunc.psum(parts * signs, "i")
-    return out
+    return tsfunc.psum(parts * signs, "i")
 
 
 @check
@@ -114,8 +112,7 @@ def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         twice = tsfunc.psum(w.sin(), "i") + tsfunc.psum(tsfunc.psum(x.sum(0), "i"), "i")
         every = tsfunc.all_gather(twice, "i", axis=1).cos()
-        out: Tensor = tsfunc.psum((x @ twice).sum() * every.sum(), "i")
-        return out
+        return tsfunc.psum((x @ twice).sum() * every.sum(), "i")
 
     loss = shard_map(body, mesh, (P(), P("i")), P())
     args = arguments()
@@ -185,8 +182,7 @@ def a_specialized_function_uses_axes_that_are_bound(rank: int, size: int) -> Non
     x = torch.arange(3.0) + rank
 
     def step(x: Tensor) -> Tensor:
-        out: Tensor = tsfunc.pmean(x.square(), "i") + tsfunc.axis_index("i")
-        return out
+        return tsfunc.pmean(x.square(), "i") + tsfunc.axis_index("i")
 
     specialized = tsfunc.specialize(step)
     gradient = tsfunc.specialize(tsfunc.grad(lambda x: step(x).sum()))
@@ -303,8 +299,7 @@ def test_a_file_of_one_rank_runs_on_all_ranks_of_another_run(tmp_path: Path) -> 
 def parallel_loss(w: Tensor, x: Tensor) -> Tensor:
     """Return the loss of a layer that is sharded over both axes."""
     hidden = torch.tanh(x @ w)
-    total: Tensor = tsfunc.psum(hidden.square().sum(), ("dp", "tp"))
-    return total
+    return tsfunc.psum(hidden.square().sum(), ("dp", "tp"))
 
 
 def ring_of_blocks(x: Tensor) -> Tensor:
@@ -315,8 +310,7 @@ def ring_of_blocks(x: Tensor) -> Tensor:
         total, block = carry
         return (total + block, tsfunc.ppermute(block, "dp", around)), None
 
-    total: Tensor = tsfunc.scan(step, (torch.zeros_like(x), x), torch.zeros(n))[0][0]
-    return total
+    return tsfunc.scan(step, (torch.zeros_like(x), x), torch.zeros(n))[0][0]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 8), (16, 64)])
@@ -366,8 +360,7 @@ def draws(rank: int, size: int, state: Tensor) -> Tensor:
         mesh_axis="i",
     )
     torch.set_rng_state(state)
-    out: Tensor = shard_map(noisy, mesh, P("i"), P("i"))(torch.arange(12.0))
-    return out
+    return shard_map(noisy, mesh, P("i"), P("i"))(torch.arange(12.0))
 
 
 def test_random_numbers_do_not_depend_on_the_number_of_ranks() -> None:
@@ -395,8 +388,7 @@ def modes_of_randomness(rank: int, size: int) -> None:
     def drawn(over: Any, mode: str, seed: int = 3) -> Tensor:
         torch.manual_seed(seed)
         f = shard_map(lambda x: x + torch.randn(2), over, P("i"), P("i"), randomness=mode)
-        out: Tensor = f(x)
-        return out
+        return f(x)
 
     for mode in ("same", "split"):
         assert torch.equal(drawn(mesh, mode), drawn(VirtualMesh(i=size), mode))

@@ -74,8 +74,7 @@ def squares(net: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the squared output of a network, as a function of its inputs."""
 
     def total(x: Tensor) -> Tensor:
-        out: Tensor = net(x).square().sum()
-        return out
+        return net(x).square().sum()
 
     return total
 
@@ -112,8 +111,7 @@ def _(case: Case) -> None:
     net = case.ddp()
 
     def loss(params: Any) -> Tensor:
-        out: Tensor = tsfunc.functional_call(net, params, (case.own,)).square().mean()
-        return out
+        return tsfunc.functional_call(net, params, (case.own,)).square().mean()
 
     own = tsfunc.grad(loss)(dict(net.named_parameters()))
     local = case.gradients_of(copy.deepcopy(case.net), case.own)

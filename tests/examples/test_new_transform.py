@@ -27,8 +27,7 @@ Interval = Callable[[Callable[..., Any]], Callable[..., tuple[torch.Tensor, torc
 @pytest.fixture(scope="module")
 def interval() -> Interval:
     # Run it once in a process, since it defines a key.
-    found: Interval = runpy.run_path(str(EXAMPLE))["interval"]
-    return found
+    return runpy.run_path(str(EXAMPLE))["interval"]
 
 
 def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

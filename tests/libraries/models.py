@@ -182,33 +182,27 @@ def unet_with_condition() -> Any:
 
 
 def _logits(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(input_ids=x, use_cache=False).logits
-    return out
+    return model(input_ids=x, use_cache=False).logits
 
 
 def _classes(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(x).logits
-    return out
+    return model(x).logits
 
 
 def _to_itself(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(input_ids=x, decoder_input_ids=x, use_cache=False).logits
-    return out
+    return model(input_ids=x, decoder_input_ids=x, use_cache=False).logits
 
 
 def _plain(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(x)
-    return out
+    return model(x)
 
 
 def _denoised(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(x, 3).sample
-    return out
+    return model(x, 3).sample
 
 
 def _denoised_with_condition(model: Any, x: Tensor) -> Tensor:
-    out: Tensor = model(x, 3, encoder_hidden_states=x.flatten(2)).sample
-    return out
+    return model(x, 3, encoder_hidden_states=x.flatten(2)).sample
 
 
 def _text(build: Callable[[str], Any], call: Callable[[Any, Tensor], Tensor]) -> dict[str, Model]:

@@ -86,8 +86,7 @@ def test_gradients_of_each_example(name: str) -> None:
     params = parameters_of(loss)
 
     def of_an_example(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        out: Tensor = tsfunc.functional_call(loss, params, (x[None],))
-        return out
+        return tsfunc.functional_call(loss, params, (x[None],))
 
     each = tsfunc.vmap(tsfunc.grad(of_an_example), (None, 0))
     program = tsfunc.specialize(each, {"x": model.descriptor})
@@ -136,8 +135,7 @@ def masks(batch: int, length: int) -> Tensor:
 
 def masked(module: Any, x: Tensor, mask: Tensor) -> Tensor:
     more = {"decoder_input_ids": x} if module.config.is_encoder_decoder else {}
-    out: Tensor = module(input_ids=x, attention_mask=mask, **more).logits
-    return out
+    return module(input_ids=x, attention_mask=mask, **more).logits
 
 
 TEXT: dict[str, Callable[[str], Any]] = {"GPT-2": gpt2, "Llama": llama, "BERT": bert, "T5": t5}
@@ -167,8 +165,7 @@ def test_a_mask_for_each_example(name: str, attention: str, way: str) -> None:
     params = parameters_of(loss)
 
     def of_an_example(params: dict[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
-        out: Tensor = tsfunc.functional_call(loss, params, ((x[None], mask[None]),))
-        return out
+        return tsfunc.functional_call(loss, params, ((x[None], mask[None]),))
 
     gradient = tsfunc.grad(of_an_example)
     if way == "split":
@@ -196,8 +193,7 @@ def test_a_cache_that_grows(name: str, cache: str) -> None:
         return new
 
     def step(tokens: Tensor, cache: Any) -> Tensor:
-        out: Tensor = module(tokens, past_key_values=cache, use_cache=True).logits
-        return out
+        return module(tokens, past_key_values=cache, use_cache=True).logits
 
     # Without annotations: for the type Any, a program can't read the cache.
     program = tsfunc.specialize(lambda tokens, cache: step(tokens, cache))
@@ -321,8 +317,7 @@ class GraphNetwork(nn.Module):
     def forward(self, x: Tensor, edges: Tensor, batch: Tensor, count: int) -> Tensor:
         hidden = self.norm(self.first(x, edges).tanh(), batch, count)
         hidden = self.second(hidden, edges).tanh()
-        out: Tensor = self.head(self.pool(hidden, batch, count))
-        return out
+        return self.head(self.pool(hidden, batch, count))
 
 
 POOLS: dict[str, Callable[[Any], Any]] = {

@@ -198,8 +198,7 @@ def test_parameters_of_an_ensemble() -> None:
 
     def call(params: Any, x: torch.Tensor) -> torch.Tensor:
         with params.to_module(module):
-            out: torch.Tensor = module(x)
-            return out
+            return module(x)
 
     got = tsfunc.vmap(call, (0, None))(params, x)
     torch.testing.assert_close(got, torch.stack([layer(x) for layer in layers]))

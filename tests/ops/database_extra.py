@@ -46,8 +46,7 @@ class Extra:
 def _convolution(rank: int, transposed: bool) -> Extra:
     def call(x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
         name = f"conv_transpose{rank}d" if transposed else f"conv{rank}d"
-        out: Tensor = getattr(torch.nn.functional, name)(x, weight, bias, **options)
-        return out
+        return getattr(torch.nn.functional, name)(x, weight, bias, **options)
 
     def given(make: Make) -> Iterator[Arguments]:
         size = (7,) * rank
@@ -198,8 +197,7 @@ def _set_mask() -> Extra:
 
 def _index_put(name: str, writes: bool) -> Extra:
     def call(x: Tensor, indices: Any, value: Tensor, accumulate: bool) -> Tensor:
-        out: Tensor = getattr(torch.Tensor, name)(x, indices, value, accumulate)
-        return out
+        return getattr(torch.Tensor, name)(x, indices, value, accumulate)
 
     def given(make: Make) -> Iterator[Arguments]:
         for accumulate in (False, True):

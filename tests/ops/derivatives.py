@@ -118,14 +118,12 @@ def gradient_mode(levels: int) -> Mode:
     def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
             gradient = our_grad(scalar(case.call), case.differentiable)
-            out: Results = mapped(gradient, batch, randomness, **options)(*inputs)
-            return out
+            return mapped(gradient, batch, randomness, **options)(*inputs)
 
         return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = looped(torch_grad(scalar(case.call), case.differentiable), batch)(*inputs)
-        return out
+        return looped(torch_grad(scalar(case.call), case.differentiable), batch)(*inputs)
 
     name = "vmap(grad)" if levels == 1 else "vmap(vmap(grad))"
     return _with_drawn(Mode(name, levels, run(), plain, run(**SPLIT), writes=False), run(DIFFERENT))
@@ -171,7 +169,7 @@ def _grad_of_loop(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results
 def _second(grad: Any, case: Case) -> Function:
     """Return the gradient of the weighted sum of the gradient."""
     first = grad(scalar(case.call), case.differentiable)
-    return grad(scalar(first), case.differentiable)  # type: ignore[no-any-return]
+    return grad(scalar(first), case.differentiable)
 
 
 def torch_second(case: Case) -> Function:
@@ -188,13 +186,11 @@ def torch_second(case: Case) -> Function:
 
 
 def _vmap_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-    out: Results = mapped(_second(our_grad, case), batch, "same")(*inputs)
-    return out
+    return mapped(_second(our_grad, case), batch, "same")(*inputs)
 
 
 def _loop_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-    out: Results = looped(torch_second(case), batch)(*inputs)
-    return out
+    return looped(torch_second(case), batch)(*inputs)
 
 
 # Second derivatives along a direction, computed in three ways.
@@ -221,8 +217,7 @@ def along(case: Case, way: str) -> Function:
         def slope(*values: Tensor) -> Tensor:
             if way == "jvp(grad)":
                 return _dot(tsfunc.grad(of_inputs, numbers)(*values), v)
-            out: Tensor = tsfunc.jvp(of_inputs, values, v)[1]
-            return out
+            return tsfunc.jvp(of_inputs, values, v)[1]
 
         if way == "grad(jvp)":
             return (_dot(tsfunc.grad(slope, numbers)(*inputs), v),)
@@ -248,12 +243,10 @@ def second_mode(way: str) -> Mode:
     """``vmap`` of one of "jvp(jvp)", "grad(jvp)" and "jvp(grad)"."""
 
     def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = mapped(along(case, way), batch, "same")(*inputs)
-        return out
+        return mapped(along(case, way), batch, "same")(*inputs)
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = looped(torch_along(case), batch)(*inputs)
-        return out
+        return looped(torch_along(case), batch)(*inputs)
 
     return Mode(f"vmap({way})", 1, ours, plain, writes=False)
 
@@ -350,15 +343,13 @@ def forward_mode(which: str) -> Mode:
     def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
             both, given = _with_tangents(case, batch, inputs, which)
-            out: Results = mapped(_jvp(case, ours=True), both, randomness, **options)(*given)
-            return out
+            return mapped(_jvp(case, ours=True), both, randomness, **options)(*given)
 
         return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
         both, given = _with_tangents(case, batch, inputs, which)
-        out: Results = looped(_jvp(case, ours=False), both)(*given)
-        return out
+        return looped(_jvp(case, ours=False), both)(*given)
 
     name = "vmap(jvp)" if which == "both" else f"vmap(jvp), {which}"
     return _with_drawn(Mode(name, 1, run(), plain, run(**SPLIT), writes=False), run(DIFFERENT))
@@ -378,8 +369,7 @@ def _jvp_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
 
 def _loop_of_jvp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     both, given = _with_tangents(case, batch, inputs, "both")
-    out: Results = looped(_jvp(case, ours=False), both)(*given)
-    return out
+    return looped(_jvp(case, ours=False), both)(*given)
 
 
 # Reverse mode with different cotangents for each example.
@@ -398,8 +388,7 @@ def _vjp(case: Case, *, ours: bool) -> Function:
 
         if ours:
             outs, pull = tsfunc.vjp(of_inputs, *[tensors[i] for i in places])
-            found: Results = pull(tuple((weights(x) * factor).to(x.dtype) for x in outs))
-            return found
+            return pull(tuple((weights(x) * factor).to(x.dtype) for x in outs))
         inputs = leaves_of(tensors, places)
         results = of_inputs(*inputs)
         cotangents = [(weights(x) * factor).to(x.dtype) for x in results]
@@ -418,14 +407,12 @@ def _with_cotangents(batch: Batch, inputs: Sequence[Tensor]) -> Any:
 
 def _vmap_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     both, given = _with_cotangents(batch, inputs)
-    out: Results = mapped(_vjp(case, ours=True), both, "same")(*given)
-    return out
+    return mapped(_vjp(case, ours=True), both, "same")(*given)
 
 
 def _loop_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     both, given = _with_cotangents(batch, inputs)
-    out: Results = looped(_vjp(case, ours=False), both)(*given)
-    return out
+    return looped(_vjp(case, ours=False), both)(*given)
 
 
 VMAP_GRAD = gradient_mode(1)

@@ -84,8 +84,7 @@ def _with_parameters(case: Case) -> Callable[..., Results]:
     names = ", ".join(f"x{i}" for i in range(len(case.tensors)))
     scope: dict[str, Any] = {"call": case.call}
     exec(f"def f({names}): return call({names})", scope)
-    func: Callable[..., Results] = scope["f"]
-    return func
+    return scope["f"]
 
 
 def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, str]:

@@ -82,14 +82,12 @@ def vmap_mode(levels: int, randomness: str = "error") -> Mode:
 
     def run(**options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-            out: Results = mapped(case.call, batch, randomness, **options)(*inputs)
-            return out
+            return mapped(case.call, batch, randomness, **options)(*inputs)
 
         return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = looped(case.call, batch)(*inputs)
-        return out
+        return looped(case.call, batch)(*inputs)
 
     name = "vmap" if levels == 1 else "vmap(vmap)"
     split = run(data_dependent="split")

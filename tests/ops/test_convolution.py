@@ -62,8 +62,7 @@ def test_complex_weights_of_each_example(dims: tuple[int | None, int]) -> None:
         xs = [x] * 3 if dims[0] is None else [x, x.flip(0), x * 1j]
 
         def f(x: torch.Tensor, w: torch.Tensor, conv: object = conv) -> torch.Tensor:
-            out: torch.Tensor = conv(x, w, None, 2, 1)  # type: ignore[operator]
-            return out
+            return conv(x, w, None, 2, 1)  # type: ignore[operator]
 
         batch = x if dims[0] is None else torch.stack(xs, dims[0])
         mine = tsfunc.vmap(f, dims)(batch, w.movedim(0, dims[1]))

@@ -117,8 +117,7 @@ def test_the_statistics_of_group_norm_have_second_derivatives(which: int) -> Non
 def drawn_in_layout(*sizes: int, order: Sequence[int]) -> Tensor:
     """Return a tensor with a given order of its dims in memory."""
     inverse = [order.index(dim) for dim in range(len(sizes))]
-    drawn: Tensor = torch.randn([sizes[dim] for dim in order]).permute(inverse)
-    return drawn
+    return torch.randn([sizes[dim] for dim in order]).permute(inverse)
 
 
 # The tests above cover the values. The fused kernels read rows with a stride of 1.

@@ -110,8 +110,7 @@ def test_tangents_of_a_row_that_is_padding() -> None:
 
     def looked_up(tables: Tensor) -> Tensor:
         function = torch.nn.functional.embedding
-        out: Tensor = tsfunc.vmap(lambda index, table: function(index, table, 1))(indices, tables)
-        return out
+        return tsfunc.vmap(lambda index, table: function(index, table, 1))(indices, tables)
 
     _, tangent = tsfunc.jvp(looked_up, (tables,), (2 * tables,))
     torch.testing.assert_close(tangent, 2 * looked_up(tables))

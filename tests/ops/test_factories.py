@@ -335,8 +335,7 @@ def test_multinomial_counts_of_each_example(randomness: str) -> None:
     probs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
 
     def draw(p: torch.Tensor) -> torch.Tensor:
-        counts: torch.Tensor = torch.distributions.Multinomial(5, p).sample()
-        return counts
+        return torch.distributions.Multinomial(5, p).sample()
 
     drawn = tsfunc.vmap(draw, randomness=randomness)(probs)
     assert drawn.shape == (3, 3) and torch.equal(drawn.sum(1), torch.full((3,), 5.0))

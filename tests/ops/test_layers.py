@@ -93,8 +93,7 @@ def test_layers_equal_the_loop(name: str, stacked: bool) -> None:
         return functional_call(layer, (params, buffers), (x,))
 
     def loss(params: Params, x: Tensor) -> Tensor:
-        total: Tensor = (run(params, x) ** 2).sum()
-        return total
+        return (run(params, x) ** 2).sum()
 
     each = [{k: v * (1 + i / 10 * stacked) for k, v in params.items()} for i in range(3)]
     given = {k: torch.stack([e[k] for e in each]) for k in params} if stacked else params

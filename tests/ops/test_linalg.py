@@ -119,7 +119,6 @@ def test_one_matrix_and_several_tolerances(names: tuple[str, ...], hermitian: bo
     def rank(tolerance: torch.Tensor) -> torch.Tensor:
         given = {"atol": tolerance, "rtol": tolerance / 20}
         chosen = {name: given[name] for name in names}
-        found: torch.Tensor = torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
-        return found
+        return torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
 
     assert torch.equal(tsfunc.vmap(rank)(tolerances), torch.stack([rank(t) for t in tolerances]))

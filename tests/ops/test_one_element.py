@@ -23,8 +23,7 @@ Function = Callable[[Tensor], Tensor]
 
 def standardized(x: Tensor, dims: list[int], eps: float = 1e-5) -> Tensor:
     centered = x - x.mean(dims, keepdim=True)
-    out: Tensor = centered / ((centered * centered).mean(dims, keepdim=True) + eps).sqrt()
-    return out
+    return centered / ((centered * centered).mean(dims, keepdim=True) + eps).sqrt()
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ def test_quantiles_and_their_gradients(function: Any, dim: int | None, interpola
     for q in (0.3, torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)):
 
         def one(x: Tensor, q: Any = q) -> Tensor:
-            out: Tensor = function(x, q, dim=dim, interpolation=interpolation)
-            return out
+            return function(x, q, dim=dim, interpolation=interpolation)
 
         expected = torch.stack([one(x) for x in X])
         torch.testing.assert_close(vmap(one)(X), expected)
@@ -29,8 +28,7 @@ def test_quantiles_and_their_gradients(function: Any, dim: int | None, interpola
                                    expected.movedim(0, -1))  # fmt: skip
 
         def loss(x: Tensor, one: Any = one) -> Tensor:
-            total: Tensor = one(x).sin().sum()
-            return total
+            return one(x).sin().sum()
 
         slopes = torch.stack([grad(loss)(x) for x in X])
         torch.testing.assert_close(vmap(grad(loss))(X), slopes)

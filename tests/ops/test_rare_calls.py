@@ -70,12 +70,10 @@ def test_only_calls_in_training_draw_in_any_order_of_calls(name: str, in_dim: in
     example = torch.randn(2, 3, 10, dtype=torch.float64)
 
     def call(x: Tensor, train: bool) -> Tensor:
-        out: Tensor = torch_function(x, *numbers, train)
-        return out
+        return torch_function(x, *numbers, train)
 
     def gradient(x: Tensor, train: bool) -> Tensor:
-        out: Tensor = grad(lambda x: call(x, train).sin().sum())(x)
-        return out
+        return grad(lambda x: call(x, train).sin().sum())(x)
 
     towers: list[Callable[..., Tensor]] = [
         call,

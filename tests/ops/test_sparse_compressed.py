@@ -247,8 +247,7 @@ def test_gradients_by_sparse_tensors(layout: torch.layout) -> None:
 
 def test_tangents_through_sparse_tensors() -> None:
     def tangent(x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = jvp(lambda x: (x.to_sparse() * 2).to_dense(), (x,), (t,))[1]
-        return out
+        return jvp(lambda x: (x.to_sparse() * 2).to_dense(), (x,), (t,))[1]
 
     check(tangent, UNEVEN, OTHER)
 

@@ -36,8 +36,7 @@ def test_each_example_is_transformed(transform: Callable[..., Any], bdim: int) -
 
 def test_per_example_gradients() -> None:
     def power(x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = torch.fft.rfft(x).abs().square().sum()
-        return total
+        return torch.fft.rfft(x).abs().square().sum()
 
     x = torch.randn(3, 6, dtype=torch.float64)
     want = torch.stack([torch.func.grad(power)(row) for row in x])
@@ -49,12 +48,10 @@ def test_second_derivatives() -> None:
     x, v = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
 
     def f(x: Tensor) -> Tensor:
-        out: Tensor = torch.fft.ifft(x).real.pow(3).sum()
-        return out
+        return torch.fft.ifft(x).real.pow(3).sum()
 
     def along(x: Tensor) -> Tensor:
-        out: Tensor = hvp(f, (x,), (v,))
-        return out
+        return hvp(f, (x,), (v,))
 
     want = torch.stack([torch.autograd.functional.hvp(f, one, v)[1] for one in x])
     torch.testing.assert_close(vmap(along)(x), want)

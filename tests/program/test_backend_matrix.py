@@ -86,8 +86,7 @@ def kalman(a: Tensor, ys: Tensor) -> Any:
 
 def solved(a: Tensor, b: Tensor) -> Tensor:
     """Return the solution for a matrix that is far from singular."""
-    solution: Tensor = torch.linalg.solve(torch.eye(2) * 3 + a.sin(), b)
-    return solution
+    return torch.linalg.solve(torch.eye(2) * 3 + a.sin(), b)
 
 
 def parallel_sums(a: Tensor, xs: Tensor) -> Tensor:

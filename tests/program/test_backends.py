@@ -411,8 +411,7 @@ def test_rows_of_a_jacobian_through_writes_into_a_product() -> None:
     def f(x: Tensor) -> Tensor:
         first, second = torch.ops.aten.unsafe_split(x @ x.mT, 2)
         first.add_(second)
-        product: Tensor = first.sin_() * second
-        return product
+        return first.sin_() * second
 
     x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
     run = specialize(f, backend="aot_eager")

@@ -481,8 +481,7 @@ def test_a_function_of_torch_that_compares_two_sizes() -> None:
     """The function transposes a wide matrix."""
 
     def f(x: Tensor) -> Tensor:
-        found: Tensor = torch.svd_lowrank(x, 3)[1]
-        return found
+        return torch.svd_lowrank(x, 3)[1]
 
     _, offered = refused(f, {"x": Meta(["a", "b"])}, r(9, 7))
     assert offered["x"].shape == ("b + extra", "b")

@@ -116,8 +116,7 @@ def test_a_small_size_beside_a_factor() -> None:
     def f(x: Tensor) -> Tensor:
         columns = x[:, 1:].transpose(0, 1)
         _, rows = scan(lambda carry, row: (carry, row.sin()), x.new_zeros(1), columns)
-        total: Tensor = rows.flatten(0, 1).square().sum()
-        return total
+        return rows.flatten(0, 1).square().sum()
 
     program = specialize(grad(f), {"x": MetaTensorType(["b", "t"])})
     for b, t in ((4, 9), (2, 3), (5, 2), (3, 7)):

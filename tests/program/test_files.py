@@ -517,8 +517,7 @@ class Running(nn.Module):
         if update:
             self.total = self.total * 0.5 + x.detach().sum(0)
             self.steps = 1
-        result: Tensor = self.layer(x) + self.total
-        return result
+        return self.layer(x) + self.total
 
 
 TABLE: dict[str, Any] = {"h": torch.zeros(2), "factor": 3}
@@ -565,8 +564,7 @@ class TestState:
             if update:
                 TABLE["h"] = TABLE["h"] * 0.5 + x
                 count = count + 1
-            result: Tensor = TABLE["h"] * TABLE["factor"] + count
-            return result
+            return TABLE["h"] * TABLE["factor"] + count
 
         made = specialize(f)
         for update in (True, False, True, False):

@@ -67,8 +67,7 @@ def test_blocks_without_gradients(mode: bool) -> None:
 def test_writes_and_control_flow() -> None:
     def f(x: Tensor) -> Tensor:
         x.mul_(2)
-        out: Tensor = vmap(lambda v: cond(v.sum() > 0, torch.sin, torch.cos, v))(x)
-        return out
+        return vmap(lambda v: cond(v.sum() > 0, torch.sin, torch.cos, v))(x)
 
     g = specialize(f)
     x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])

@@ -263,8 +263,7 @@ def test_a_mask_without_dims_selects_all_or_nothing(
     x, v = values(shape), values(shape)
 
     def of_values(x: Tensor) -> Tensor:  # the mask is a tracer of each transform
-        out: Tensor = f(x, flag & (x.sum() * 0 == 0))
-        return out
+        return f(x, flag & (x.sum() * 0 == 0))
 
     out, tangent = torch.autograd.functional.jvp(of_values, x, v)
     jacobian = torch.autograd.functional.jacobian(of_values, x)

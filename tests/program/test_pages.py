@@ -27,8 +27,7 @@ def looped(x: Tensor) -> tuple[Tensor, Tensor]:
     def step(c: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         return cond(c.sum() > 0, torch.sin, lambda c: c.cos() + 1, c), c
 
-    found: tuple[Tensor, Tensor] = scan(step, start[0], torch.arange(3))
-    return found
+    return scan(step, start[0], torch.arange(3))
 
 
 @pytest.fixture
@@ -56,8 +55,7 @@ class References(HTMLParser):
 
 def facts_of(text: str) -> dict[str, dict[str, dict[str, Any]]]:
     (data,) = re.findall(r'<script type="application/json" id="facts">(.*?)</script>', text)
-    found: dict[str, dict[str, dict[str, Any]]] = json.loads(data)
-    return found
+    return json.loads(data)
 
 
 def test_a_page_is_complete_in_one_file(page: Path) -> None:

@@ -37,8 +37,7 @@ def program_of(func: Callable[..., Any], *args: Any) -> Program:
     """Return a function's program; check that its results are the function's."""
     f = specialize(func)
     torch.testing.assert_close(f(*args), func(*args))
-    program: Program = f.program
-    return program
+    return f.program
 
 
 class TestCommon:

@@ -104,8 +104,7 @@ def test_tensors_from_outside_have_the_users_names() -> None:
     params = {"first_weight": torch.ones(2)}
 
     def apply(x: Tensor) -> Tensor:
-        found: Tensor = model["weight"](model["first"](x)) * params["first_weight"]
-        return found
+        return model["weight"](model["first"](x)) * params["first_weight"]
 
     f = specialize(apply)
     want = apply(torch.ones(3, 4))

@@ -34,8 +34,7 @@ def test_programs_of_tangents_are_differentiated(name: str) -> None:
     x, t = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator)
 
     def loss(x: Tensor) -> Tensor:
-        out: Tensor = jvp(TWICE_DIFFERENTIATED[name], (x,), (t,))[1].sin().sum()
-        return out
+        return jvp(TWICE_DIFFERENTIATED[name], (x,), (t,))[1].sin().sum()
 
     steps = 1e-5 * torch.eye(16, dtype=torch.float64).view(16, 4, 4)
     want = torch.stack([loss(x + step) - loss(x - step) for step in steps]).view(4, 4) / 2e-5

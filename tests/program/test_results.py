@@ -94,7 +94,7 @@ class TestFromOutside:
     def test_one_that_is_assigned(self) -> None:
         def link(one: Box, other: Box) -> Tensor:
             one.x = other
-            return other.x * 2  # type: ignore[no-any-return]
+            return other.x * 2
 
         f = specialize(link)
         for n in (1, 2):

@@ -114,8 +114,7 @@ def test_weights_of_cov(of: str, correction: int) -> None:
             "fweights": None if of == "aweights" else counts,
             "aweights": None if of == "fweights" else weights,
         }
-        found: Tensor = torch.cov(x, correction=correction, **given_weights)
-        return found
+        return torch.cov(x, correction=correction, **given_weights)
 
     args = (x, counts, weights)
     expected = torch.stack([f(*each) for each in zip(*args, strict=True)])

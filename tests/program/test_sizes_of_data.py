@@ -141,8 +141,7 @@ def test_a_known_number_is_one_where_derivatives_are_recorded() -> None:
 
     def f(x: Tensor) -> Tensor:
         zeros = torch.zeros(torch.tensor(x.shape[0]) // 2, 3)  # type: ignore[call-overload]
-        total: Tensor = (x.unflatten(0, (2, zeros.shape[0])) + zeros).sin().sum()
-        return total
+        return (x.unflatten(0, (2, zeros.shape[0])) + zeros).sin().sum()
 
     program = tsfunc.specialize(tsfunc.grad(f), {"x": Meta(["2*n", 3])})
     for n in (2, 6):

@@ -213,8 +213,7 @@ class _Assigns(_Scaled):
 
 class _ShownWhole(_Scaled):
     def of(self, x: Tensor) -> Tensor:
-        out: Tensor = super().of(x) + vars(self)["scales"][1]
-        return out
+        return super().of(x) + vars(self)["scales"][1]
 
 
 # A tuple that is shown as a whole has a program for each value.

@@ -52,8 +52,7 @@ class Trial:
         self.more: dict[str, Any] = {}
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = (self.model(x) - y).square().mean()
-        return loss
+        return (self.model(x) - y).square().mean()
 
     def state(self) -> Any:
         return {

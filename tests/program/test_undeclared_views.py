@@ -90,14 +90,12 @@ def test_factors_that_are_computed_twice() -> None:
 
     def f(x: Tensor) -> Tensor:
         def factors(x: Tensor) -> Tensor:
-            lu: Tensor = torch.linalg.lu_factor(x)[0]
-            return lu
+            return torch.linalg.lu_factor(x)[0]
 
         return (factors(x) * factors(x)).sum()
 
     def mapped(x: Tensor) -> Tensor:
-        total: Tensor = vmap(grad(f))(torch.stack([x.sin(), x])).sum()
-        return total
+        return vmap(grad(f))(torch.stack([x.sin(), x])).sum()
 
     x, v = torch.randn(2, 3, 3, dtype=torch.float64).unbind()
     pushed: Any = lambda x: jvp(mapped, (x,), (v,))[1]  # noqa: E731

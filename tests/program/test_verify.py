@@ -32,8 +32,7 @@ def traced() -> Program:
 
 
 def node(program: Program, start: str) -> torch.fx.Node:
-    found: torch.fx.Node = next(n for n in program.graph.nodes if n.name.startswith(start))
-    return found
+    return next(n for n in program.graph.nodes if n.name.startswith(start))
 
 
 def drop_the_output(program: Program) -> None:

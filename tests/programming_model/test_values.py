@@ -19,8 +19,7 @@ from tsfunc.errors import DescriptorViolation
 class AddSeven(nn.Module):
     def forward(self, x: Tensor, y):  # type: ignore[no-untyped-def]
         z = y + 7
-        out: Tensor = x + z
-        return out
+        return x + z
 
 
 class TestStaticValues:

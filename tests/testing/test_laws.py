@@ -66,8 +66,7 @@ def test_a_wrong_derivative_is_found() -> None:
             return tangents[0] * 3
 
     def wrong(x: Tensor) -> Tensor:
-        out: Tensor = Wrong.apply(x)  # type: ignore[no-untyped-call]
-        return out
+        return Wrong.apply(x)  # type: ignore[no-untyped-call]
 
     with pytest.raises(AssertionError, match="central differences differ"):
         check_grads(wrong, torch.zeros(3, dtype=torch.float64))
@@ -157,8 +156,7 @@ class Scaled(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_derivative_that_is_off_by_a_little_is_found(dtype: torch.dtype) -> None:
     def scaled(x: Tensor) -> Tensor:
-        out: Tensor = Scaled.apply(x)  # type: ignore[no-untyped-call]
-        return out
+        return Scaled.apply(x)  # type: ignore[no-untyped-call]
 
     with pytest.raises(AssertionError, match="central differences differ"):
         check_grads(scaled, torch.rand(4, dtype=dtype))

@@ -19,7 +19,7 @@ Api = ModuleType | Any  # tsfunc, or torch.func
 
 
 def leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree, none_is_leaf=True)  # type: ignore[no-any-return]
+    return optree.tree_leaves(tree, none_is_leaf=True)
 
 
 def same(got: Any, want: Any, **tolerance: Any) -> None:

@@ -444,8 +444,7 @@ def test_a_second_run_ends_where_torch_ends_it(
 def _pulled_twice(x: Tensor) -> Tensor:
     out, pull = vjp(torch.sin, x)
     _, push = vjp(lambda ct: pull(ct)[0], torch.zeros_like(out))
-    tangent: Tensor = push(torch.ones_like(x))[0]
-    return tangent
+    return push(torch.ones_like(x))[0]
 
 
 def _pushed(x: Tensor) -> Tensor:

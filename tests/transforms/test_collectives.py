@@ -384,16 +384,13 @@ def test_a_choice_by_an_inner_example_that_differs_along_the_axis() -> None:
     x = torch.linspace(-1.0, 2.0, 6).view(2, 3)
 
     def chosen(v: Tensor) -> Tensor:
-        out: Tensor = cond(v > 0, lambda v: v * psum(v.sin(), "i"), lambda v: psum(v, "i"), v)
-        return out
+        return cond(v > 0, lambda v: v * psum(v.sin(), "i"), lambda v: psum(v, "i"), v)
 
     def looped(v: Tensor) -> Tensor:
         def step(v: Tensor) -> Tensor:
-            new: Tensor = v + 1 + psum(v.sin(), "i").abs()
-            return new
+            return v + 1 + psum(v.sin(), "i").abs()
 
-        out: Tensor = while_loop(lambda v: v < 4, step, v)
-        return out
+        return while_loop(lambda v: v < 4, step, v)
 
     want = torch.where(x > 0, x * x.sin().sum(0), x.sum(0).expand(2, 3))
     torch.testing.assert_close(vmap(vmap(chosen), axis_name="i")(x), want)

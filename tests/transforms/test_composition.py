@@ -221,7 +221,7 @@ def test_in_another_thread(name: str) -> None:
 def test_a_thread_started_inside_of_a_transform() -> None:
     def func(x: Tensor) -> Tensor:
         inner = in_a_thread(lambda T: T.vmap(T.grad(scalar))(X))
-        return x * inner.sum()  # type: ignore[no-any-return]
+        return x * inner.sum()
 
     same(tsfunc.vmap(func)(X), X * torch.func.vmap(torch.func.grad(scalar))(X).sum())
 
@@ -268,7 +268,7 @@ def test_second_derivatives(name: str) -> None:
     same(tsfunc.vmap(tsfunc.jacrev(tsfunc.jacrev(f)))(x), want)
 
     def total(z: Tensor) -> Tensor:
-        return tsfunc.vmap(tsfunc.grad(f))(z).pow(2).sum()  # type: ignore[no-any-return]
+        return tsfunc.vmap(tsfunc.grad(f))(z).pow(2).sum()
 
     grads = torch.stack([torch.autograd.functional.jacobian(f, one) for one in x])
     want_total = 2 * torch.einsum("nabcd,ncd->nab", want, grads)
@@ -297,7 +297,7 @@ def test_checkpoint() -> None:
     """A recomputation in the backward pass is recorded like the first computation."""
 
     def func(x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
+        return torch.utils.checkpoint.checkpoint(
             lambda z: z.sin().exp().sum(), x, use_reentrant=False
         )
 

@@ -113,8 +113,7 @@ def test_tangents_of_lazy_conjugates(f: Fn) -> None:
     zs = _examples()
 
     def push(z: Tensor) -> Tensor:
-        tangent: Tensor = jvp(f, (z,), (z * 1j,))[1]
-        return tangent
+        return jvp(f, (z,), (z * 1j,))[1]
 
     want = torch.stack([torch.func.jvp(f, (z,), (z * 1j,))[1] for z in zs.unbind(1)])
     _alike(push(zs[:, 0]), want[0])
@@ -171,8 +170,7 @@ def test_tangents_of_tangents(f: Fn) -> None:
 
     def pushed(jvp: Any) -> Fn:
         def push(z: Tensor) -> Tensor:
-            tangent: Tensor = jvp(lambda z: jvp(_loss(f), (z,), (z * 1j,))[1], (z,), (z * 2,))[1]
-            return tangent
+            return jvp(lambda z: jvp(_loss(f), (z,), (z * 1j,))[1], (z,), (z * 2,))[1]
 
         return push
 

@@ -362,7 +362,7 @@ def test_hooks_and_closed_over_parameters(hooks: str) -> None:
 
     def gradient(wrap: Wrap) -> Any:
         def func(x: Tensor) -> Tensor:
-            return wrap(lambda x: (x @ weight).sin().exp().sum())(x)  # type: ignore[no-any-return]
+            return wrap(lambda x: (x @ weight).sin().exp().sum())(x)
 
         return torch.autograd.grad(vmap(grad(func))(X).sin().sum() + vmap(func)(X).sum(), weight)
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_runs_its_function_again(reentrant: bool) -> None:
         return layers(x).exp()
 
     def func(x: Tensor) -> Tensor:
-        return checkpoint(counted, x, use_reentrant=reentrant).sum()  # type: ignore[no-any-return]
+        return checkpoint(counted, x, use_reentrant=reentrant).sum()
 
     for derivative in (vmap(grad(func)), grad(lambda x: vmap(func)(x).sum())):
         runs.clear()
@@ -449,10 +449,10 @@ def test_a_second_run_draws_the_same_numbers(
 @REENTRANT
 def test_checkpoints_in_checkpoints_and_sequences(reentrant: bool) -> None:
     def inner(x: Tensor) -> Tensor:
-        return 2 * checkpoint(layers, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+        return 2 * checkpoint(layers, x, use_reentrant=reentrant)
 
     def outer(x: Tensor) -> Tensor:
-        return checkpoint(inner, x.cos(), use_reentrant=reentrant).sum()  # type: ignore[no-any-return]
+        return checkpoint(inner, x.cos(), use_reentrant=reentrant).sum()
 
     want = torch.stack([torch.func.grad(lambda x: 2 * layers(x.cos()).sum())(x) for x in X])
     same(grad(outer)(X[0]), want[0])
@@ -463,7 +463,7 @@ def test_checkpoints_in_checkpoints_and_sequences(reentrant: bool) -> None:
     params = list(model.parameters())
 
     def in_parts(x: Tensor) -> Tensor:
-        return checkpoint_sequential(model, 2, x, use_reentrant=reentrant).sum()  # type: ignore[no-any-return]
+        return checkpoint_sequential(model, 2, x, use_reentrant=reentrant).sum()
 
     same(
         torch.autograd.grad(vmap(in_parts)(X).sum(), params),
@@ -480,7 +480,7 @@ def test_transforms_and_writes_in_a_second_run() -> None:
         return torch.add(values.sum(), grad(scalar)(x).sum())
 
     def func(x: Tensor) -> Tensor:
-        return checkpoint(body, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(body, x, use_reentrant=False)
 
     same(grad(lambda x: vmap(func)(x).sum())(X), grad(lambda x: vmap(body)(x).sum())(X))
     same(vmap(grad(func))(X), vmap(grad(body))(X))
@@ -491,7 +491,7 @@ def test_values_have_escaped_again_after_a_second_run() -> None:
 
     def func(x: Tensor) -> Tensor:
         kept.append(x)
-        return checkpoint(scalar, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(scalar, x, use_reentrant=False)
 
     grad(lambda x: vmap(func)(x).sum())(X)
     with pytest.raises(EscapedTracerError):

@@ -87,8 +87,7 @@ DERIVATIVES: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("name", ["curve", "cubes"])
 def test_values_of_operators_in_cpp(operators: Any, name: str, transform: str) -> None:
     def f(x: Tensor) -> Tensor:
-        out: Tensor = operators.curve(x, 2.0) if name == "curve" else operators.cubes(x)
-        return out
+        return operators.curve(x, 2.0) if name == "curve" else operators.cubes(x)
 
     expected = (2 * X).sin() if name == "curve" else X**3
     torch.testing.assert_close(VALUES[transform](f)(X), expected)
@@ -97,8 +96,7 @@ def test_values_of_operators_in_cpp(operators: Any, name: str, transform: str) -
 @pytest.mark.parametrize("transform", DERIVATIVES)
 def test_derivatives_of_operators_in_cpp(operators: Any, transform: str) -> None:
     def f(x: Tensor) -> Tensor:
-        out: Tensor = operators.curve(x, 2.0)
-        return out
+        return operators.curve(x, 2.0)
 
     torch.testing.assert_close(DERIVATIVES[transform](f)(X), 2 * (2 * X).cos())
 

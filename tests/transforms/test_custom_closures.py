@@ -307,8 +307,7 @@ class _Holder:
 
 
 def _weight_of(held: Any) -> Tensor:
-    weight: Tensor = held.weight
-    return weight
+    return held.weight
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ class Cube(torch.autograd.Function):
     # Not the derivative, so that a result shows which rule ran.
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return g * 4.5 * x**2  # type: ignore[no-any-return]
+        return g * 4.5 * x**2
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return t * 7 * x  # type: ignore[no-any-return]
+        return t * 7 * x
 
     generate_vmap_rule = True
 
@@ -86,7 +86,7 @@ class OldStyle(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return g * ctx.factor * x**2  # type: ignore[no-any-return]
+        return g * ctx.factor * x**2
 
 
 def total(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -443,7 +443,7 @@ class Times(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, s: Tensor, t: Tensor) -> Tensor:
         x, y = ctx.saved_tensors
-        return s * y + t * x  # type: ignore[no-any-return]
+        return s * y + t * x
 
     generate_vmap_rule = True
 
@@ -466,7 +466,7 @@ def test_tangents_of_tangents(name: str) -> None:
     """torch.func has zeros there: torch switches forward mode off for a Function's methods."""
 
     def f(x: Tensor) -> Tensor:
-        return Times.apply(x, x.sin()).sum()  # type: ignore[no-any-return, no-untyped-call]
+        return Times.apply(x, x.sin()).sum()  # type: ignore[no-untyped-call]
 
     same(SECOND[name](f), SECOND[name](lambda x: (x * x.sin()).sum()))
 

@@ -35,7 +35,7 @@ Function = Callable[..., Tensor]
 def _custom_jvp(function: Function) -> Function:
     custom: Any = tsfunc.custom_jvp(function)
     custom.defjvp(lambda primals, tangents: tsfunc.jvp(function, primals, tangents))
-    return custom  # type: ignore[no-any-return]
+    return custom
 
 
 def _custom_vjp(function: Function) -> Function:
@@ -44,7 +44,7 @@ def _custom_vjp(function: Function) -> Function:
         lambda *args: (function(*args), args),
         lambda args, cotangent: tsfunc.vjp(function, *args)[1](cotangent),
     )
-    return custom  # type: ignore[no-any-return]
+    return custom
 
 
 RULES: dict[str, Callable[[Function], Function]] = {

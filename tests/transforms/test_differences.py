@@ -30,7 +30,7 @@ class OldStyle(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return g * 2 * x  # type: ignore[no-any-return]
+        return g * 2 * x
 
 
 class WithoutRule(OldStyle):
@@ -226,8 +226,7 @@ def test_second_derivatives_of_layer_norm(outer: str, inner: str) -> None:
 
 def test_tangents_of_eigh_that_are_not_symmetric() -> None:
     def loss(a: Tensor) -> Tensor:
-        out: Tensor = (torch.linalg.eigh(a)[1].square() * torch.arange(9.0).view(3, 3)).sum()
-        return out
+        return (torch.linalg.eigh(a)[1].square() * torch.arange(9.0).view(3, 3)).sum()
 
     x = torch.randn(3, 3, dtype=torch.float64) + torch.diag(torch.tensor([0.0, 4.0, 9.0]))
     x = x + x.mT
@@ -238,7 +237,7 @@ def test_tangents_of_eigh_that_are_not_symmetric() -> None:
 
 def test_gradients_through_complex_singular_vectors() -> None:
     def loss(x: Tensor) -> Tensor:
-        return torch.linalg.svd(x * (1 + 1j))[0].abs()[0, 0]  # type: ignore[no-any-return]
+        return torch.linalg.svd(x * (1 + 1j))[0].abs()[0, 0]
 
     x = torch.randn(2, 3, 3, dtype=torch.float64)
     same(tsfunc.vmap(tsfunc.grad(loss))(x), torch.stack([tsfunc.grad(loss)(e) for e in x]))
@@ -257,8 +256,7 @@ def test_numbers_of_dropouts(in_dim: int, inplace: bool) -> None:
 
         f = api.grad(lambda x: dropped(x).sum()) if differentiated else dropped
         torch.manual_seed(7)
-        kept: Tensor = api.vmap(f, in_dim, randomness="different")(x) != 0
-        return kept
+        return api.vmap(f, in_dim, randomness="different")(x) != 0
 
     for differentiated in (False, True):
         got, want = drawn(tsfunc, differentiated), drawn(torch.func, differentiated)

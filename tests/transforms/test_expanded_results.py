@@ -31,7 +31,7 @@ def _custom_jvp() -> Map:
     custom.defjvp(
         lambda primals, tangents: (expanded(*primals), tsfunc.jvp(dense, primals, tangents)[1])
     )
-    return custom  # type: ignore[no-any-return]
+    return custom
 
 
 def _custom_vjp() -> Map:
@@ -39,20 +39,19 @@ def _custom_vjp() -> Map:
     custom.defvjp(
         lambda x: (expanded(x), x), lambda x, cotangent: tsfunc.vjp(dense, x)[1](cotangent)
     )
-    return custom  # type: ignore[no-any-return]
+    return custom
 
 
 def _custom_vmap() -> Map:
     custom: Any = tsfunc.custom_vmap(expanded)
     custom.def_vmap(lambda size, batched, x: (tsfunc.vmap(expanded)(x), True))
-    return custom  # type: ignore[no-any-return]
+    return custom
 
 
 def _custom_gradient() -> Map:
-    custom: Any = tsfunc.custom_gradient(
+    return tsfunc.custom_gradient(
         lambda x: (expanded(x), lambda cotangent: tsfunc.vjp(dense, x)[1](cotangent))
     )
-    return custom  # type: ignore[no-any-return]
 
 
 class _SetUp(Function):
@@ -72,8 +71,7 @@ class _SetUp(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         x, out = ctx.saved_tensors
-        gradient: Tensor = x.cos() * cotangent.sum() * (1 + out[0] - x.sin().sum())
-        return gradient
+        return x.cos() * cotangent.sum() * (1 + out[0] - x.sin().sum())
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:

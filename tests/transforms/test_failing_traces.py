@@ -81,8 +81,7 @@ def body(x: torch.Tensor) -> torch.Tensor:
     y = torch.linalg.vecdot(torch.linalg.inv(torch.eye(5) * 2).mul(2), y)  # by FakeTensorMode
     z: torch.Tensor = torch.zeros(3) + y[:3]
     z[1:] = y[1:3] * y[0]
-    out: torch.Tensor = z @ y[:3]
-    return out
+    return z @ y[:3]
 
 
 class Formula(torch.autograd.Function):
@@ -296,8 +295,7 @@ def test_in_place_operators_with_weights_push_tangents_in_a_program(
 ) -> None:
     def f(v: torch.Tensor) -> torch.Tensor:
         rest = (v * 2, 0.3) if number and method == "lerp_" else (v * 2, v.cos())
-        out: torch.Tensor = getattr(v * 1, method)(*rest)
-        return out
+        return getattr(v * 1, method)(*rest)
 
     x = torch.tensor([1.0, 2.0, 4.0])
     pushed = lambda x: tsfunc.jvp(f, (x,), (x.sin(),))[1]  # noqa: E731
@@ -329,8 +327,7 @@ def test_an_error_from_printing_that_is_kept_does_not_change_the_thread_when_it_
             raise ValueError("the user's")
         except ValueError as error:
             kept.append(error)
-            out: torch.Tensor = printed(Fails(1, RuntimeError), [], monkeypatch)(y)
-            return out
+            return printed(Fails(1, RuntimeError), [], monkeypatch)(y)
 
     with pytest.raises(RuntimeError) as caught:
         tsfunc.specialize(f)(torch.ones(5))

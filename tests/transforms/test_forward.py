@@ -116,8 +116,7 @@ def test_tangents_of_a_power_have_gradients_by_the_exponent(dtype: torch.dtype) 
     k = torch.randn(2, 3, dtype=dtype, generator=generator)
 
     def by_forward(x: Tensor, k: Tensor) -> Tensor:
-        out: Tensor = jvp(lambda x: (x**k).real.sum(), (x,), (torch.ones_like(x),))[1]
-        return out
+        return jvp(lambda x: (x**k).real.sum(), (x,), (torch.ones_like(x),))[1]
 
     for argnum in (0, 1):
         want = torch.func.grad(
@@ -151,8 +150,7 @@ def test_the_tangent_of_glu_has_derivatives_by_the_direction() -> None:
     x, t = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
 
     def pushed(t: Tensor) -> Tensor:
-        out: Tensor = jvp(torch.nn.functional.glu, (x,), (t,))[1]
-        return out
+        return jvp(torch.nn.functional.glu, (x,), (t,))[1]
 
     want = torch.autograd.functional.vjp(torch.nn.functional.glu, x, torch.ones(3, 2).double())[1]
     same(tsfunc.grad(lambda t: pushed(t).sum())(t), want)
@@ -185,17 +183,15 @@ class Squared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return 2 * x * g  # type: ignore[no-any-return]
+        return 2 * x * g
 
 
 def test_a_tangent_by_the_pullback_has_only_the_outer_graph() -> None:
     def f(x: Tensor) -> Tensor:
-        out: Tensor = Squared.apply(x)  # type: ignore[no-untyped-call]
-        return out
+        return Squared.apply(x)  # type: ignore[no-untyped-call]
 
     def tangent(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = tsfunc.jvp(f, (x,), (t,))[1]
-        return out
+        return tsfunc.jvp(f, (x,), (t,))[1]
 
     def times(x: Tensor) -> Tensor:
         return f(x) * w
@@ -217,8 +213,7 @@ def test_an_operator_that_another_ones_kernel_calls() -> None:
     x, t = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
 
     def f(x: Tensor) -> Tensor:
-        out: Tensor = torch.linalg.pinv(x + x.mT, hermitian=True).sin().sum()
-        return out
+        return torch.linalg.pinv(x + x.mT, hermitian=True).sin().sum()
 
     want = torch.stack([torch.autograd.functional.hvp(f, one, t)[1] for one in x])
     same(torch.stack([tsfunc.hvp(f, (one,), (t,)) for one in x]), want)
@@ -292,8 +287,7 @@ def test_in_the_forward_of_an_autograd_function() -> None:
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.save_for_backward(x)
-            tangent: Tensor = tsfunc.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
-            return tangent
+            return tsfunc.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -494,8 +488,7 @@ def test_a_gradient_of_a_tangent_is_that_of_double_backward(
     t = torch.tensor([[1.0, -0.5], [0.25, 2.0], [0.7, 0.3]], dtype=torch.float64)
 
     def pushed(x: Tensor) -> Tensor:
-        out: Tensor = jvp(f, (x,), (t,))[1].square().sum()
-        return out
+        return jvp(f, (x,), (t,))[1].square().sum()
 
     def by_double_backward(x: Tensor) -> Tensor:
         out = f(x)
@@ -537,8 +530,7 @@ def test_zero_tangents_of_captured_tensors_in_a_mapped_pullback(name: str, order
 
     def run(T: Api) -> Tensor:
         def f(x: Tensor) -> Tensor:
-            out: Tensor = T.jvp(lambda y: LAZY[name](y, c), (x,), (x.cos(),))[1] ** 3
-            return out
+            return T.jvp(lambda y: LAZY[name](y, c), (x,), (x.cos(),))[1] ** 3
 
         return ORDERS[order](T, f)(torch.tensor(0.3, dtype=torch.float64))
 
@@ -599,8 +591,7 @@ def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.la
 
 def test_a_copied_view_takes_tangents_that_have_no_such_view() -> None:
     def f(x: Tensor) -> Tensor:
-        out: Tensor = torch.view_copy(x.sin().t(), (12,))
-        return out
+        return torch.view_copy(x.sin().t(), (12,))
 
     same(jvp(f, (X,), (Y,))[1], (X.cos() * Y).t().reshape(12))
     batch = vmap(lambda x: jvp(f, (x,), (x.cos(),))[1])(torch.stack([X, Y]))

@@ -115,7 +115,7 @@ def test_each_model_has_its_own(name: str) -> None:
     x = examples(*shape)
 
     def call(params: State, buffers: State, x: Tensor) -> Tensor:
-        return functional_call(models[0], (params, buffers), (x,))  # type: ignore[no-any-return]
+        return functional_call(models[0], (params, buffers), (x,))
 
     out = vmap(call)(params, buffers, x)
     same(out.detach(), torch.stack([m(one) for m, one in zip(models, x, strict=True)]).detach())
@@ -159,10 +159,10 @@ def test_a_captured_modules_update_is_refused_with_the_rewrite() -> None:
     x = examples(6, 4)
 
     def predict(x: Tensor) -> Tensor:
-        return model(x)  # type: ignore[no-any-return]
+        return model(x)
 
     def loss(params: State, x: Tensor) -> Tensor:
-        return functional_call(model, params, (x,)).sum()  # type: ignore[no-any-return]
+        return functional_call(model, params, (x,)).sum()
 
     with pytest.raises(RuntimeError, match=r"into `model\.1\.running_mean`") as caught:
         vmap(predict)(x)
@@ -322,7 +322,7 @@ def test_dropout_by_randomness(name: str) -> None:
 
     def split(x: Tensor, **options: Any) -> Tensor:
         torch.manual_seed(0)
-        return vmap(layer, randomness="split", **options)(x)  # type: ignore[no-any-return]
+        return vmap(layer, randomness="split", **options)(x)
 
     # The numbers of an active subset do not depend on its size, or on chunks.
     same(split(x)[:4], split(x[:4]))

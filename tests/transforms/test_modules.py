@@ -20,24 +20,24 @@ Call = Callable[[nn.Module, Any, Tensor], Tensor]
 
 
 def plainly(module: nn.Module, params: Any, x: Tensor) -> Tensor:
-    return functional_call(module, params, (x,))  # type: ignore[no-any-return]
+    return functional_call(module, params, (x,))
 
 
 def first(module: nn.Module, params: Any, x: Tensor) -> Tensor:
-    return functional_call(module, params, (x,))[0]  # type: ignore[no-any-return]
+    return functional_call(module, params, (x,))[0]
 
 
 def attends(module: nn.Module, params: Any, x: Tensor) -> Tensor:
-    return functional_call(module, params, (x, x, x))[0]  # type: ignore[no-any-return]
+    return functional_call(module, params, (x, x, x))[0]
 
 
 def without_weights(module: nn.Module, params: Any, x: Tensor) -> Tensor:
     out = functional_call(module, params, (x, x, x), {"need_weights": False})
-    return out[0]  # type: ignore[no-any-return]
+    return out[0]
 
 
 def twice(module: nn.Module, params: Any, x: Tensor) -> Tensor:
-    return functional_call(module, params, (x, x))  # type: ignore[no-any-return]
+    return functional_call(module, params, (x, x))
 
 
 class Convolutional(nn.Module):
@@ -52,7 +52,7 @@ class Convolutional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nnf.max_pool2d(torch.relu(self.batch(self.group(self.conv(x)))), 2)
-        return self.linear(x.mean((-1, -2)))  # type: ignore[no-any-return]
+        return self.linear(x.mean((-1, -2)))
 
 
 def encoder(*, train: bool) -> nn.Module:
@@ -258,7 +258,7 @@ class TestRecurrentModulesCalledAsFunctions:
         state = dict(module.named_parameters())
 
         def loss(state: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(module, state, (x,))[0].sum()  # type: ignore[no-any-return]
+            return functional_call(module, state, (x,))[0].sum()
 
         gradients = vmap(tsfunc.grad(loss), (None, 0))
         found = tsfunc.specialize(gradients)(state, x)

@@ -87,12 +87,10 @@ def test_nested_vmaps_have_an_index_each() -> None:
 @pytest.mark.parametrize("program", [False, True])
 def test_control_flow(program: bool) -> None:
     def choice(x: Tensor) -> Tensor:
-        found: Tensor = cond(x < 2, lambda x: (x - 2).sqrt(), lambda x: x, x)
-        return found
+        return cond(x < 2, lambda x: (x - 2).sqrt(), lambda x: x, x)
 
     def loop(x: Tensor) -> Tensor:
-        last: Tensor = scan(lambda c, _: (c.log(), c), x, torch.arange(4))[0]
-        return last
+        return scan(lambda c, _: (c.log(), c), x, torch.arange(4))[0]
 
     make = specialize if program else lambda f: f
     assert fails(make(vmap(choice)), torch.tensor([4.0, 3.0, 1.0])).examples == (2,)

@@ -56,8 +56,7 @@ def test_derivatives(name: str, batch_first: bool) -> None:
 
         padded, states, _ = run_packed(run, torch.tensor([2, 5, 1]), batch_first, x)
         first = states if isinstance(states, Tensor) else states[0]
-        result: Tensor = padded.sin().sum() + first.square().sum()
-        return result
+        return padded.sin().sum() + first.square().sum()
 
     def by_autograd(weights: dict[str, Tensor], x: Tensor) -> Any:
         leaves = {k: w.clone().requires_grad_() for k, w in weights.items()}

@@ -94,8 +94,7 @@ def test_beside_tensors_and_unmapped_inputs() -> None:
     examples, scales, shift = examples_of([2, 4, 2], 3), torch.randn(3), torch.randn(5, 3)
 
     def func(batch: Any, scale: Tensor, *, shift: Tensor) -> Tensor:
-        total: Tensor = (batch["x"] * scale + batch["y"]).sum(0) + shift.sum(0)
-        return total
+        return (batch["x"] * scale + batch["y"]).sum(0) + shift.sum(0)
 
     columns = torch.randn(3, 3)
     got = vmap(func, in_dims=({"x": 0, "y": 1}, 0))(

@@ -132,8 +132,7 @@ class FirstResult(nn.Module):
         self.layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x.view(3, 2))[0]
-        return out
+        return self.layers(x.view(3, 2))[0]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -179,11 +178,10 @@ def test_beside_other_kinds(outer: str, inner: str) -> None:
 
 def test_a_generator_is_used() -> None:
     def draw(generator: torch.Generator, chunk_size: int | None = None) -> Tensor:
-        out: Tensor = drawing(
+        return drawing(
             lambda x: torch.rand(6, generator=generator) + torch.rand(6, generator=generator),
             chunk_size=chunk_size,
         )(X)
-        return out
 
     generator = torch.Generator().manual_seed(1)
     one, two = draw(generator), draw(generator)
@@ -269,7 +267,7 @@ def test_under_grad() -> None:
 def test_checkpoints_draw_the_same_again() -> None:
     def func(x: Tensor) -> Tensor:
         y = checkpoint(lambda x: nnf.dropout(x, 0.5).square(), x, use_reentrant=False)
-        return y.sum()  # type: ignore[no-any-return]
+        return y.sum()
 
     grads = drawing(tsfunc.grad(func))(torch.ones(5, 200))
     assert set(grads.unique().tolist()) == {0.0, 8.0}
@@ -461,8 +459,7 @@ def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) ->
     """The inner vmap's operators draw for the outer examples that are in the branch."""
 
     def func(x: Tensor, flag: Tensor) -> Tensor:
-        taken: Tensor = tsfunc.cond(flag, lambda x: nnf.dropout(x) + torch.rand(40), torch.neg, x)
-        return taken
+        return tsfunc.cond(flag, lambda x: nnf.dropout(x) + torch.rand(40), torch.neg, x)
 
     x, flags = torch.ones(3, 4, 40), torch.tensor([True, False, True])
     out = vmap(vmap(func, in_dims=(0, None), randomness=inner), randomness=outer)(x, flags)
@@ -485,7 +482,7 @@ def test_checkpoints_draw_the_same_numbers_for_each_example(func: Func, nested: 
     """This includes draws of all examples before some ran separately."""
 
     def total(x: Tensor) -> Tensor:
-        return func(x).square().sum()  # type: ignore[no-any-return]
+        return func(x).square().sum()
 
     def kept(x: Tensor) -> Any:
         return checkpoint(total, x, use_reentrant=False)
@@ -548,7 +545,7 @@ def test_checkpoints_of_examples_that_run_by_themselves() -> None:
 
     def func(x: Tensor) -> Tensor:
         y = tsfunc.cond(x.sum() > 0, lambda x: nnf.dropout(x) * 0 + x, lambda x: x, x)
-        return dropped(y).sum()  # type: ignore[no-any-return]
+        return dropped(y).sum()
 
     x = torch.ones(5, 200) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
     grads = drawing(tsfunc.grad(func))(x)

@@ -144,12 +144,12 @@ def test_an_import_inside_of_the_function(monkeypatch: pytest.MonkeyPatch) -> No
     def f(x: Tensor) -> Tensor:
         from config_of_test_soundness import scale  # type: ignore[import-not-found]
 
-        return x * scale  # type: ignore[no-any-return]
+        return x * scale
 
     def g(x: Tensor) -> Tensor:
         import config_of_test_soundness as c
 
-        return x * c.scale  # type: ignore[no-any-return]
+        return x * c.scale
 
     for each in (f, g):
         follows(each, changed(config, "scale", 3.0))

@@ -60,8 +60,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 def dense(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = tsfunc.jacrev(func)(x)
-    return found
+    return tsfunc.jacrev(func)(x)
 
 
 @pytest.mark.parametrize("mode", [None, "forward", "reverse"])

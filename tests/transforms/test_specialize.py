@@ -287,8 +287,7 @@ class TestComposition:
         xs = torch.randn(5, 4)
 
         def f(x: Tensor) -> Tensor:
-            product: Tensor = specialize(lambda y: x * y)(torch.ones(4))
-            return product
+            return specialize(lambda y: x * y)(torch.ones(4))
 
         torch.testing.assert_close(vmap(f)(xs), xs)
 

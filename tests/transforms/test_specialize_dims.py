@@ -158,8 +158,7 @@ def test_lowered_ahead_of_any_call(meta: Meta, x: Tensor) -> None:
 @pytest.mark.parametrize("name", ["addcmul_", "addcdiv_", "lerp_"])
 def test_in_place_operators_broadcast_to_symbolic_sizes(name: str) -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = getattr(x.clone(), name)(y, x[:1])
-        return out
+        return getattr(x.clone(), name)(y, x[:1])
 
     s = specialize(f, {"x": Meta(["n", 2]), "y": Meta([2])})
     y = torch.rand(2, dtype=torch.float64) + 1

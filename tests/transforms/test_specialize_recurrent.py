@@ -59,8 +59,7 @@ def test_one_program_for_open_batch_and_length(name: str, transform: str) -> Non
     def loss(x: Tensor) -> Tensor:
         out, state = layer(x)
         states = state if isinstance(state, tuple) else (state,)
-        total: Tensor = out.sin().sum() + sum(each.cos().sum() for each in states)
-        return total
+        return out.sin().sum() + sum(each.cos().sum() for each in states)
 
     f = TRANSFORMS[transform](loss)
     program = specialize(f, {"x": MetaTensorType(["a", "b", 3])})
@@ -79,8 +78,7 @@ def test_cells_over_an_open_batch(name: str) -> None:
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         state = torch.func.functional_call(cell, parameters, (x,))
         out = state[0] * state[1] if isinstance(state, tuple) else state
-        total: Tensor = out.sin().sum()
-        return total
+        return out.sin().sum()
 
     f = grad(loss, argnums=(0, 1))
     program = specialize(f, {"x": MetaTensorType(["n", 3])})

@@ -214,7 +214,7 @@ trees = st.recursive(
 
 def run(tree: Any, x: Tensor) -> Tensor:
     if callable(tree):
-        return tree(x) + torch.zeros(4)  # type: ignore[no-any-return]
+        return tree(x) + torch.zeros(4)
     place, threshold, below, above = tree
     if x[place] < threshold:
         return run(below, x * 1.5)

@@ -132,8 +132,7 @@ def test_a_tensor_made_inside_keeps_its_place_in_memory(drawn: int, program: boo
         view = seen(z)
         filled(z, x)
         view = view if before else seen(z)
-        out: Tensor = (view**2).sum() + (z.sum() * x[0]).sin().sum()
-        return out
+        return (view**2).sum() + (z.sum() * x[0]).sin().sum()
 
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     expected = torch.stack([curvature(f)(each) for each in x])

@@ -128,8 +128,7 @@ def plain(x: Any) -> Tensor:
         x = x.to_tensor(0)
     if x.is_nested:
         return torch.cat([each.flatten() for each in x.unbind()]).detach()
-    values: Tensor = x.detach().as_subclass(torch.Tensor).flatten()
-    return values
+    return x.detach().as_subclass(torch.Tensor).flatten()
 
 
 @pytest.fixture

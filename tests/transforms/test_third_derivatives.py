@@ -66,8 +66,7 @@ def inverse(a: Tensor) -> Tensor:
 
 
 def lower(x: Tensor) -> Tensor:
-    factor: Tensor = torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
-    return factor
+    return torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
 
 
 def det(a: Tensor) -> Tensor:
@@ -311,8 +310,7 @@ def reverse(f: Scalar, along: Tensor) -> Scalar:
 
 def forward(f: Scalar, along: Tensor) -> Scalar:
     def pushed(x: Tensor) -> Tensor:
-        tangent: Tensor = tsfunc.jvp(f, (x,), (along,))[1]
-        return tangent
+        return tsfunc.jvp(f, (x,), (along,))[1]
 
     return pushed
 
@@ -366,8 +364,7 @@ def test_by_the_parameters(name: str) -> None:
                 ).sum()
 
             f = total
-        out: tuple[Tensor, ...] = tsfunc.grad(f, argnums=(0, 1, 2))(X, weight, bias)
-        return out
+        return tsfunc.grad(f, argnums=(0, 1, 2))(X, weight, bias)
 
     torch.testing.assert_close(third(norm), third(written), rtol=1e-7, atol=1e-7)
 
@@ -431,10 +428,9 @@ def test_batch_norm_with_an_update() -> None:
     mean, var = torch.zeros(4).double(), torch.ones(4).double()
 
     def norm(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._batch_norm_with_update(
+        return torch.ops.aten._batch_norm_with_update(
             x, WEIGHT, BIAS, mean.clone(), var.clone(), 0.1, EPS
         )[0]
-        return out
 
     got: Scalar = functools.partial(_cubed, norm)
     want: Scalar = functools.partial(_cubed, NORMS["batch_norm"][1])
@@ -492,8 +488,7 @@ def test_determinants_of_matrices_with_equal_singular_values(matrix: str) -> Non
     a = {"identity": eye, "two equal columns": equal, "zero": eye[:1, :1] * 0}[matrix]
 
     def by_permutations(a: Tensor) -> Tensor:
-        product: Tensor = a[0, 0] if len(a) == 1 else torch.linalg.cross(a[0], a[1]) @ a[2]
-        return product
+        return a[0, 0] if len(a) == 1 else torch.linalg.cross(a[0], a[1]) @ a[2]
 
     transforms: list[Any] = [tsfunc.jacrev, tsfunc.jacfwd]
     for modes in itertools.product(transforms, repeat=2):
@@ -520,7 +515,7 @@ def test_nested_derivatives_of_softmax_of_empty_tensors(name: str, shape: tuple[
 
     def tangent(x: Tensor) -> Tensor:
         f = functools.partial(getattr(torch, name), dim=1, dtype=torch.float64)
-        return tsfunc.jvp(f, (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
+        return tsfunc.jvp(f, (x,), (torch.ones_like(x),))[1]
 
     out, pullback = tsfunc.vjp(tangent, x)
     assert out.shape == shape and out.dtype == torch.float64
@@ -563,8 +558,7 @@ def test_hessians_of_logcumsumexp_with_zero_cotangents() -> None:
         def weighted(x: Tensor) -> Tensor:
             return torch.atan2(f(x), WEIGHT)
 
-        rows: Tensor = tsfunc.jacrev(tsfunc.jacrev(weighted))(X[0, :, 0])
-        return rows
+        return tsfunc.jacrev(tsfunc.jacrev(weighted))(X[0, :, 0])
 
     want = twice(lambda x: x.exp().cumsum(0).log())
     torch.testing.assert_close(twice(lambda x: x.logcumsumexp(0)), want, rtol=1e-9, atol=1e-9)

@@ -135,7 +135,7 @@ def test_made_outside_of_the_derivative_and_written_in_it() -> None:
             out[0] = x
             return out.prod(0).sum()
 
-        return grad(scalar)(x)  # type: ignore[no-any-return]
+        return grad(scalar)(x)
 
     want = torch.stack([func(tsfunc.grad, x) for x in X])
     same(want, 4 * X**3)
@@ -151,7 +151,7 @@ def test_differentiated_unbatched_tensors_are_written() -> None:
             out[1:] = w[1:]
             return (out * x).sum() + out.square().sum()
 
-        return grad(scalar)(W)  # type: ignore[no-any-return]
+        return grad(scalar)(W)
 
     want = torch.stack([by_weight(torch.func.grad, x) for x in X])
     same(vmap(lambda x: by_weight(tsfunc.grad, x))(X), want)
@@ -163,7 +163,7 @@ def test_differentiated_unbatched_tensors_are_written() -> None:
             out[1] = out[0] ** 2
             return out * x
 
-        return jvp(lambda w: jvp(written, (w,), (W,))[1], (W,), (W.sin(),))  # type: ignore[no-any-return]
+        return jvp(lambda w: jvp(written, (w,), (W,))[1], (W,), (W.sin(),))
 
     same(vmap(lambda x: pushed(tsfunc.jvp, x))(X), loop(lambda x: pushed(torch.func.jvp, x), 3)(X))
     same(pushed(tsfunc.jvp, W), pushed(torch.func.jvp, W))
@@ -491,8 +491,7 @@ def test_operators_that_write_into_new_tensors() -> None:
     same(vmap(lambda x: torch.vander(x, 3))(X), torch.stack([torch.vander(x, 3) for x in X]))
 
     def diagonal(x: Tensor) -> Tensor:
-        blocks: Tensor = torch.block_diag(x.view(2, 2), W[None], x)
-        return blocks
+        return torch.block_diag(x.view(2, 2), W[None], x)
 
     same(vmap(diagonal)(X), loop(diagonal, 3)(X))
 

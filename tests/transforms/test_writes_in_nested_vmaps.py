@@ -72,9 +72,9 @@ def test_writes_into_views_of_an_outer_vmaps_tensor(name: str, dims: Dims) -> No
 
     def looped(a: Tensor, b: Tensor) -> Tensor:
         def examples(a: Tensor, b: Tensor) -> Tensor:
-            return loop(function, 4, tuple(inner))(a, b)  # type: ignore[no-any-return]
+            return loop(function, 4, tuple(inner))(a, b)
 
-        return loop(examples, 5, tuple(outer))(a, b)  # type: ignore[no-any-return]
+        return loop(examples, 5, tuple(outer))(a, b)
 
     leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
     expected = looped(a, b)

@@ -209,8 +209,7 @@ def test_an_error_has_the_class_that_callers_of_typing_catch() -> None:
 
 def make_enum(members: dict[str, Any]) -> type[enum.Enum]:
     make: Any = enum.Enum  # mypy takes only literals as members
-    made: type[enum.Enum] = make("Made", members)
-    return made
+    return make("Made", members)
 
 
 class TestEnums:

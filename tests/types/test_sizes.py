@@ -39,8 +39,7 @@ def value_of(form: Any, sizes: Mapping[str, int]) -> int:
     if isinstance(form, str):
         return sizes[form]
     parts = [value_of(part, sizes) for part in form[1:]]
-    result: int = functools.reduce(CALLED[form[0]], parts)
-    return result
+    return functools.reduce(CALLED[form[0]], parts)
 
 
 def value_of_sum(size: SizeSum, sizes: Mapping[str, int]) -> int:

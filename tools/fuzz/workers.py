@@ -79,8 +79,7 @@ class Worker:
         self._ran += 1
         if self._ran >= _MOST:
             self.close()
-        verdict: Verdict = pickle.loads(base64.b64decode(line))
-        return verdict
+        return pickle.loads(base64.b64decode(line))
 
     def _dead(self) -> Verdict:
         process = self._process

@@ -129,7 +129,7 @@ def _children(node: Any) -> Iterable[Any]:
         return [node.params, node.body]
     if isinstance(node, cst.ClassDef):
         return [node.body]
-    return node.children  # type: ignore[no-any-return]
+    return node.children
 
 
 def _left_out(node: Any) -> bool:

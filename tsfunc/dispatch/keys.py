@@ -423,7 +423,7 @@ def backends_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int
 
 def _items(value: Any, kind: int) -> Sequence[Any]:
     if kind == _SEQUENCE:
-        return value  # type: ignore[no-any-return]
+        return value
     if kind == _MAPPING:
         return tuple(value.values())
     leaves: Iterable[Any] = optree.tree_leaves(

@@ -175,8 +175,7 @@ def _write(op: Any, x: Tensor, bdims: BatchDims, args: Args) -> Tensor:
     looked_up = lookup(indices, bdims[1])
     values = _values(looked_up, v, bdims[2], x.dim() - 1)
     where = _every_example(looked_up, x) if looked_up.batched else [None, *looked_up.indices]
-    out: Tensor = op(x, where, values, *rest)
-    return out
+    return op(x, where, values, *rest)
 
 
 def _one_mask(indices: Sequence[Any]) -> int | None:

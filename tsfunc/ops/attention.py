@@ -28,8 +28,7 @@ def _samples(x: Tensor, bdim: int | None, size: int) -> Tensor:
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    out: Tensor = x.unflatten(0, (size, x.shape[0] // size))
-    return out
+    return x.unflatten(0, (size, x.shape[0] // size))
 
 
 def _mask(mask: Tensor | None, bdim: int | None, size: int, n: Any, rank: int) -> Tensor | None:

@@ -23,8 +23,7 @@ _SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single
 
 
 def _wait(x: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return waited
+    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 def _along_first_dim(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:

@@ -116,8 +116,7 @@ def _input_grad(
     transposed, mask = rest[3], [True, False, False]
 
     def run(grad: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        out: Tensor = op(grad, x, weight, None, *rest, groups, mask)[0]
-        return out
+        return op(grad, x, weight, None, *rest, groups, mask)[0]
 
     if p is None and q is None:
         return run(grad, _placeholder_like(x, bdim, 0, 1), weight, groups), None
@@ -140,10 +139,7 @@ def _weight_grad(
     transposed, mask = rest[3], [False, True, False]
 
     def run(grad: Tensor, x: Tensor, dim: int, by: int, groups: int) -> Tensor:
-        out: Tensor = op(
-            grad, x, _placeholder_like(weight, bdim, dim, by), None, *rest, groups, mask
-        )[1]
-        return out
+        return op(grad, x, _placeholder_like(weight, bdim, dim, by), None, *rest, groups, mask)[1]
 
     if p is None and q is None:
         return run(grad, x, 0, 1, groups), None
@@ -202,10 +198,9 @@ def _plain(
     """Call a convolution; complex ones by torch's functions, because its kernels lack them."""
     if x.is_complex():
         return _WHOLE[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
-    out: Tensor = torch.ops.aten.convolution.default(
+    return torch.ops.aten.convolution.default(
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
     )
-    return out
 
 
 def _per_spatial_dim(value: Any, spatial: int) -> list[Any]:

@@ -106,8 +106,7 @@ def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
     beyond = product(factor.detach()) - product(
         factor.detach().triu() if upper else factor.detach().tril()
     )
-    inverse: Tensor = torch.linalg.inv(whole - beyond)
-    return inverse
+    return torch.linalg.inv(whole - beyond)
 
 
 def _first_order(a: Tensor) -> tuple[Tensor, Tensor]:

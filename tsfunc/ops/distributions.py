@@ -49,8 +49,7 @@ def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
 
 def bernoulli(draw: Words, count: Any, chance: Any) -> Tensor:
     """Return True with a probability, one number or one for each element. To 32 bits."""
-    drawn: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
-    return drawn
+    return (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
 
 
 def open_uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
@@ -100,8 +99,7 @@ def integers(draw: Philox, count: Any, low: int, span: Any) -> Tensor:
     second, third = high_word * span_low, low_word * span_high
     middle = ((first >> 32) & _WORD) + (second & _WORD) + (third & _WORD)
     carried = ((second >> 32) & _WORD) + ((third >> 32) & _WORD) + (middle >> 32)
-    out: Tensor = high_word * span_high + carried + low
-    return out
+    return high_word * span_high + carried + low
 
 
 def permutation(draw: Philox, count: Any) -> Tensor:

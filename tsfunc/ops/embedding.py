@@ -17,8 +17,7 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
     """Return ``0, step, 2 * step, ...`` for each example, to be added to batched indices."""
     counts = torch.arange(size, device=indices.device, dtype=indices.dtype) * step
     shape = [-1] + [1] * (indices.dim() - 1)
-    out: Tensor = counts.view(shape)
-    return out
+    return counts.view(shape)
 
 
 @row("aten::embedding")

@@ -216,6 +216,5 @@ def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format 
         new = torch.cat([old, x.new_empty(x.shape[0], count - old.shape[1])], 1)
     if memory_format in _CHANNELS_LAST:
         # The channels come last in memory.
-        out: Tensor = new.unflatten(1, [size[0], *size[2:], size[1]]).movedim(-1, 2)
-        return out
+        return new.unflatten(1, [size[0], *size[2:], size[1]]).movedim(-1, 2)
     return new.reshape(x.shape[0], *size)

@@ -26,5 +26,4 @@ def keyword_bdim(bdims: BatchDims, args: Sequence[Any], keyword: str) -> int | N
     """Return the batch dim of a keyword argument, or None."""
     if len(bdims) <= len(args):
         return None
-    dim: int | None = bdims[len(args)].get(keyword)
-    return dim
+    return bdims[len(args)].get(keyword)

@@ -118,8 +118,7 @@ def _ranks(
     limit = rtol * values.amax(-1)
     if atol is not None:
         limit = torch.maximum(atol, limit)
-    counts: Tensor = (values > limit.unsqueeze(-1)).sum(-1)
-    return counts
+    return (values > limit.unsqueeze(-1)).sum(-1)
 
 
 takes_keywords(_TOLERANCES, "atol", "rtol")

@@ -48,5 +48,4 @@ def shifted(*changes: Shift) -> Callable[[R], R]:
 
 def shifts_of(rule: Any) -> tuple[int, ...] | None:
     """Return the changes that a rule declares, or None."""
-    shifts: tuple[int, ...] | None = getattr(rule, "shifts", None)
-    return shifts
+    return getattr(rule, "shifts", None)

@@ -360,8 +360,7 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
     """Return pairs of transforms of a function: the name, the pair, and the loop's function."""
 
     def scalar(*one: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = func(*one).sum()
-        return total
+        return func(*one).sum()
 
     def gradient(*one: torch.Tensor) -> Any:
         return vjp(scalar, *one)[1](torch.ones_like(scalar(*one)))

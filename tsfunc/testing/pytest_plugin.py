@@ -74,4 +74,4 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     seed = item.stash.get(_SEED, None)
     if seed is not None and report.failed:
         report.sections.append(("tsfunc", f"repeat it with --tsfunc-seed {seed}"))
-    return report  # type: ignore[no-any-return]
+    return report

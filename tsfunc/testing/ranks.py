@@ -230,8 +230,7 @@ def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
             f"spawn: expected a function that can be imported, got {fn!r}. Define it at the top "
             f"level of a module, or install cloudpickle."
         ) from None
-    data: bytes = cloudpickle.dumps(call)
-    return data
+    return cloudpickle.dumps(call)
 
 
 @atexit.register

@@ -220,10 +220,7 @@ class CheckpointCall(RecomputedCall):
         self.policy, self.preserve = policy, preserve
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = run(
-            self.bodies[0], operands, NO_KWARGS, self.policy, self.preserve
-        )
-        return results
+        return run(self.bodies[0], operands, NO_KWARGS, self.policy, self.preserve)
 
     def result_axes(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]

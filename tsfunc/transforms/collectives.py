@@ -83,8 +83,7 @@ def pmean(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     size = 1
     for level in _levels(axis_name, "pmean"):
         size *= level.batch_size
-    mean: _Tree = pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
-    return mean
+    return pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
 
 
 @folding("pmax")
@@ -109,8 +108,7 @@ def pmax(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
 
     Corresponds to ``jax.lax.pmax``.
     """
-    out: _Tree = _extreme("pmax", torch.amax, x, axis_name)
-    return out
+    return _extreme("pmax", torch.amax, x, axis_name)
 
 
 @folding("pmin")
@@ -135,8 +133,7 @@ def pmin(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
 
     Corresponds to ``jax.lax.pmin``.
     """
-    out: _Tree = _extreme("pmin", torch.amin, x, axis_name)
-    return out
+    return _extreme("pmin", torch.amin, x, axis_name)
 
 
 def _extreme(label: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:

@@ -120,8 +120,7 @@ class custom_jvp(Rule[Result]):
         args = self.positional(args, kwargs)
         if _is_transposed(args):
             return self.func(*args)
-        out: Result = self.call_differentiably(args)
-        return out
+        return self.call_differentiably(args)
 
     def pushed(
         self, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]

@@ -98,8 +98,7 @@ class custom_vjp(Rule[Result]):
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
-        out: Result = self.call_differentiably(self.positional(args, kwargs))
-        return out
+        return self.call_differentiably(self.positional(args, kwargs))
 
     def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None

@@ -79,8 +79,7 @@ class custom_vmap(Rule[Result]):
         args = self.positional(args, kwargs)
         if self.rule is None:
             raise self.missing("def_vmap")
-        out: Result = call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
-        return out
+        return call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
 
     @property
     def _what(self) -> str:

@@ -89,8 +89,7 @@ class Root:
             def residual(*x: Any) -> Any:
                 return tuple(self.residual(x, consts[count:]))
 
-            tangents: Values = jvp(residual, tuple(consts[:count]), tuple(values))[1]
-            return tangents
+            return jvp(residual, tuple(consts[:count]), tuple(values))[1]
 
         def solve(values: Values, consts: Values) -> Values:
             return self.tangent([*consts[:count], *values], consts[count:])

@@ -178,8 +178,7 @@ def _rows_without_vmap(
     """Compute the rows without vmap, for backward passes that can't be batched."""
     numbers = torch.arange(sum(out.numel() for out in outs))
     if not len(numbers):
-        rows: Sequence[torch.Tensor] = vmap(pull)(_basis_vectors(outs))
-        return rows
+        return vmap(pull)(_basis_vectors(outs))
     pulled = [pull(_unit(number, outs)) for number in numbers]
     return [torch.stack(entries) for entries in zip(*pulled, strict=True)]
 

@@ -42,10 +42,7 @@ def stop_gradient(tree: _Tree) -> _Tree:
 
     Corresponds to ``jax.lax.stop_gradient``; applies ``Tensor.detach`` to each leaf.
     """
-    stopped: _Tree = pytrees.tree_map(
-        lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree
-    )
-    return stopped
+    return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
 @boundary("hvp", traceable=True)
@@ -123,8 +120,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     def transposed(cotangents: Any) -> tuple[Any, ...]:
         given = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
         pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True)
-        result: tuple[Any, ...] = pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
-        return result
+        return pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
 
     return transposed
 

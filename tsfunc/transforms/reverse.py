@@ -229,8 +229,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         create = torch.is_grad_enabled() if create_graph is None else create_graph
         with torch.set_grad_enabled(create):
             pulled = recorded.pull(flat_cotangents, retain=retain_graph)
-        result: tuple[Any, ...] = pytrees.unflatten(spec, pulled)
-        return result
+        return pytrees.unflatten(spec, pulled)
 
     out = pytrees.unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
     if has_aux:

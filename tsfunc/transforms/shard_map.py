@@ -476,8 +476,7 @@ def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
             f"got one on {x.device_mesh} placed as {list(x.placements)}. Redistribute it, or give "
             f"the spec that it has."
         )
-    local: torch.Tensor = x.to_local()
-    return local
+    return x.to_local()
 
 
 def _distributed(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:

@@ -269,8 +269,7 @@ def _by_columns(
         return out.shape, out.new_zeros(0)
 
     def push(seed: torch.Tensor) -> torch.Tensor:
-        pushed: torch.Tensor = jvp(func, (x,), (seed,))[1]
-        return pushed
+        return jvp(func, (x,), (seed,))[1]
 
     pushed = vmap(push, chunk_size=chunk_size)(_seeds(chosen, x))
     at = _colors_of(pairs[1], chosen) * pushed[0].numel() + pairs[0]

@@ -136,8 +136,7 @@ class Specialized(Generic[_Params, _Result]):
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         if config.debug_nans_set and not is_watching():
             try:
-                watched: _Result = watched_for_nans(self, args, kwargs)
-                return watched
+                return watched_for_nans(self, args, kwargs)
             except Exception as error:  # the call inside is not the outermost one, which folds
                 fold(error, self._label, functools.partial(self._named, args, kwargs))
                 raise
@@ -154,8 +153,7 @@ class Specialized(Generic[_Params, _Result]):
                     if entry is not entries[0]:
                         self.cache.move_to_front(entry)
                     try:
-                        out: _Result = entry.build(entry.run(values))
-                        return out
+                        return entry.build(entry.run(values))
                     except NeedsInlining:
                         out = self._call_inlined(args, kwargs)
                         return out
@@ -225,8 +223,7 @@ class Specialized(Generic[_Params, _Result]):
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
         try:
-            result: Any = entry.build(entry.run([*flat, *closure_values]))
-            return result
+            return entry.build(entry.run([*flat, *closure_values]))
         except RuntimeError as error:
             if self._has_function:
                 raise_user_assertion(self.func, args, kwargs, entry.program, error)
@@ -546,8 +543,7 @@ class LoadedFunction(Specialized[..., Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedFunction:
         """Return a copy with the same programs and its own weights and state."""
         unpickled, (data, classes) = self.__reduce__()
-        copied: LoadedFunction = unpickled(data, classes)
-        return copied
+        return unpickled(data, classes)
 
     def cache_clear(self) -> None:
         """Reset the counts. The programs are kept, since they could not be made again."""

@@ -169,8 +169,7 @@ class CheckCode(abc.ABC):
         )
         scope = dict(self.scope)
         exec(compile(text, "<tsfunc type check>", "exec"), scope)
-        fits: Fits = scope[name]
-        return fits
+        return scope[name]
 
     def refuse(self, condition: str, indent: str) -> None:
         self.lines.append(f"{indent}if {condition}: return False")

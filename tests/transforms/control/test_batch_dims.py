@@ -243,8 +243,7 @@ def _solve(x: Tensor, w: Tensor, s: Tensor, table: Tensor, flag: Tensor) -> Any:
 
     def direct(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
         columns = vmap(product, out_dims=1)(torch.eye(3).to(b))
-        found: Tensor = torch.linalg.solve(columns, b)
-        return found
+        return torch.linalg.solve(columns, b)
 
     return tsfunc.linear_solve(product, w, direct, symmetric=True), table.T * s
 
@@ -260,12 +259,10 @@ def _root(x: Tensor, w: Tensor, s: Tensor, table: Tensor, flag: Tensor) -> Any:
         return y - 0.2 * torch.tanh(MIX @ y + w) - target
 
     def solver(f: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-        found: Tensor = fori_loop(0, 40, lambda i, y: y - f(y), guess)
-        return found
+        return fori_loop(0, 40, lambda i, y: y - f(y), guess)
 
     def tangent(g: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.solve(vmap(g, out_dims=1)(torch.eye(3).to(y)), y)
-        return found
+        return torch.linalg.solve(vmap(g, out_dims=1)(torch.eye(3).to(y)), y)
 
     return tsfunc.implicit_root(residual, torch.zeros_like(MIX[0]), solver, tangent), table.T * s
 
@@ -283,12 +280,10 @@ def _nested(x: Tensor, w: Tensor, s: Tensor, table: Tensor, flag: Tensor) -> Any
 
     def body(i: Any, y: Tensor) -> Tensor:
         def looped(y: Tensor) -> Tensor:
-            found: Tensor = while_loop(going, lambda t: (t[0] + 1, t[1] * w), (s * 0, y))[1]
-            return found
+            return while_loop(going, lambda t: (t[0] + 1, t[1] * w), (s * 0, y))[1]
 
         y = cond(s > i * 0.3, lambda y: _mixed(y, w) + x, looped, y)
-        done: Tensor = checkpoint(lambda y: y.sin() + x * 0.1)(y)
-        return done
+        return checkpoint(lambda y: y.sin() + x * 0.1)(y)
 
     branches = (lambda: table * w, lambda: tsfunc.map(lambda row: row @ MIX * w, table))
     return fori_loop(0, 3, body, x), switch((flag > 0).long(), branches).T
@@ -310,8 +305,7 @@ def _nested_plain(x: Tensor, w: Tensor, s: Tensor, table: Tensor, flag: Tensor) 
 def _vmap_within(x: Tensor, w: Tensor, s: Tensor, table: Tensor, flag: Tensor) -> Any:
     def body(i: Any, y: Tensor) -> Tensor:
         columns = vmap(lambda column, k: column * k + x.sum(), in_dims=(1, 0), out_dims=1)
-        found: Tensor = columns(y, w)
-        return found
+        return columns(y, w)
 
     rows = vmap(lambda row: cond(row.sum() > 0, lambda: row * x.sum(0), lambda: w + row))
     columns = vmap(
@@ -408,8 +402,7 @@ def _gradient(f: Fn) -> Fn:
     def total(*args: Tensor) -> Tensor:
         return sum((y.sin() * (1 + y)).sum() for y in f(*args))  # type: ignore[return-value]
 
-    found: Fn = grad(total, argnums=(0, 1, 3))
-    return found
+    return grad(total, argnums=(0, 1, 3))
 
 
 def _pushed(f: Fn) -> Fn:

@@ -54,8 +54,7 @@ def _drawn_function(choose: random.Random, depth: int) -> tuple[Func, str]:
 
         def switched(x: Tensor) -> Tensor:
             index = (coin(x) * 3).long()
-            taken: Tensor = tsfunc.switch(index, [one, other, torch.sin], x)
-            return taken
+            return tsfunc.switch(index, [one, other, torch.sin], x)
 
         return switched, f"{name}({text}, {other_text})"
     if kind == "while":

@@ -107,8 +107,7 @@ def _switch_plain(x: torch.Tensor) -> Any:
 def _while(kind: str) -> Fn:
     def f(x: torch.Tensor) -> Any:
         def going(state: Any) -> torch.Tensor:
-            result: torch.Tensor = state["n"] < x.sum().abs() * 2
-            return result
+            return state["n"] < x.sum().abs() * 2
 
         def dense(state: Any) -> Any:
             return {
@@ -314,7 +313,7 @@ class Places:
         def mapped(x: torch.Tensor) -> torch.Tensor:
             given, returned = self.given[x.dim()], self.returned[x.dim()]
             found = vmap(f, in_dims=given, out_dims=returned)(x.movedim(0, given))
-            return found.movedim(returned, 0)  # type: ignore[no-any-return]
+            return found.movedim(returned, 0)
 
         return mapped
 

@@ -295,13 +295,11 @@ def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -
 
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
-    return out
+    return while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
 
 
 def _sine_of_some(x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = cond(x.sum() > 0, torch.sin, lambda x: x * 2, x)
-    return out
+    return cond(x.sum() > 0, torch.sin, lambda x: x * 2, x)
 
 
 @pytest.mark.parametrize("f", [_halved, _sine_of_some])

@@ -33,25 +33,21 @@ def doubled(x: Tensor) -> Tensor:
     found = while_loop(
         lambda i, y: (i < 3) & (y.sum() < 40), lambda i, y: (i + 1, y * 2), (torch.tensor(0), x)
     )
-    last: Tensor = found[1]
-    return last
+    return found[1]
 
 
 def running(x: Tensor) -> Tensor:
     last, ys = scan(lambda c, y: (c + y, c * y), x[0] * SCALE, x.outer(SCALE))
-    both: Tensor = last + ys.sum(0)
-    return both
+    return last + ys.sum(0)
 
 
 def each(x: Tensor) -> Tensor:
     along: Any = torch_map
-    found: Tensor = along(lambda row, y: row.sin() + y, x.outer(SCALE), SCALE)
-    return found
+    return along(lambda row, y: row.sin() + y, x.outer(SCALE), SCALE)
 
 
 def products(x: Tensor) -> Tensor:
-    found: Tensor = associative_scan(torch.mul, x.outer(SCALE), 0, combine_mode="generic")
-    return found
+    return associative_scan(torch.mul, x.outer(SCALE), 0, combine_mode="generic")
 
 
 # The equivalent in Python for each, since torch.func does not support torch's operators.

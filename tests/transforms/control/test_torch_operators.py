@@ -186,8 +186,7 @@ class Tripled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        found: torch.Tensor = 3 * ct * x
-        return found
+        return 3 * ct * x
 
 
 def tripled(x: torch.Tensor) -> torch.Tensor:

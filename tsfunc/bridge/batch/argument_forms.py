@@ -137,8 +137,7 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
 
 def _flat_view(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     shape = x.shape
-    flat: torch.Tensor = torch.ops.aten.view.default(x, [*shape[:first], -1, *shape[last + 1 :]])
-    return flat
+    return torch.ops.aten.view.default(x, [*shape[:first], -1, *shape[last + 1 :]])
 
 
 def indexed(by_tensors: Rule | None) -> Rule:

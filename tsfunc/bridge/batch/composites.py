@@ -75,8 +75,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
 def _grid_points(size: Any, align_corners: bool, like: Tensor) -> Tensor:
     """Return the positions of pixels from -1 to 1; one pixel is at 0."""
     steps = 2 * torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1)
-    out: Tensor = steps / (torch.sym_max(size - 1, 1) if align_corners else size)
-    return out
+    return steps / (torch.sym_max(size - 1, 1) if align_corners else size)
 
 
 @function_rules.replace(torch.vander)

@@ -148,8 +148,7 @@ def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tu
 
 def _implementation_of(prim: Any) -> Callable[..., Any] | None:
     """Return the implementation of a torch primitive by torch's own functions."""
-    function: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
-    return function
+    return getattr(prim, "impl_aten", None)
 
 
 _warned: set[str] = set()

@@ -55,8 +55,7 @@ def _added(name: str) -> Single:
     def single(x: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
         function = getattr(Tensor, name)
         if not isinstance(value, Tensor):
-            out: Tensor = function(x, a, b, value=value)
-            return out
+            return function(x, a, b, value=value)
         change = value * (a * b if "mul" in name else a / b)
         return x.add_(change) if name.endswith("_") else x.add(change)
 
@@ -70,8 +69,7 @@ def _elementwise_extreme(name: str) -> Single:
 
 
 def _norm(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
-    out: Tensor = torch.linalg.vector_norm(x, ord, dtype=dtype)
-    return out
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
 
 
 def _sum_of_powers(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:

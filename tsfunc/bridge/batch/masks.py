@@ -74,8 +74,7 @@ def _expanded_to_mask(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torc
         if not count:
             value = value.new_zeros([*value.shape[:dim], 1, *value.shape[dim + 1 :]])
         value = value.index_select(dim, order.clamp(0, max(count, 1) - 1))
-        spread: torch.Tensor = value.unflatten(dim, mask.shape)
-        return spread
+        return value.unflatten(dim, mask.shape)
     return value.reshape((*value.shape[:dim], *[1] * mask.dim(), *value.shape[dim + 1 :]))
 
 

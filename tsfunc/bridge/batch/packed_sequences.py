@@ -70,7 +70,7 @@ class Packing:
         """Return the rows at their steps and sequences, and zeros elsewhere."""
         filled = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
         rows = filled.index_select(0, self.sources.flatten())
-        return rows.unflatten(0, self.sources.shape)  # type: ignore[no-any-return]  # torch's
+        return rows.unflatten(0, self.sources.shape)
 
     def packed(self, padded: Tensor) -> Tensor:
         """Return the rows of a padded tensor of steps and sequences."""

@@ -253,8 +253,7 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
     elements = value.on(mask.reshape(-1), (mask, state_of(mask)))
     if not mask.dim():
         return elements.squeeze(value.at)
-    shaped: torch.Tensor = elements.unflatten(value.at, mask.shape)
-    return shaped
+    return elements.unflatten(value.at, mask.shape)
 
 
 def selections_in(values: Sequence[Any]) -> Iterator[Selection]:

@@ -150,7 +150,7 @@ def _items(index: Any, rank: int) -> list[Any]:
 def _item_positions(item: Any, size: int) -> torch.Tensor:
     """Return the positions along a dim of ``size`` that an item selects; an int may be negative."""
     if not isinstance(item, slice):
-        return item  # type: ignore[no-any-return]
+        return item
     like = item.start if isinstance(item.start, Tracer) else item.stop
     step = 1 if item.step is None else item.step
     start = _bound(item.start, 0, size, like)

@@ -225,8 +225,7 @@ def _collected(
     """Return a collective: by an exchange of a mesh's ranks, or over the examples of a vmap."""
     if isinstance(level, MeshLevel):
         return level.exchange(kind, ints, value)
-    result: torch.Tensor = cls(level, *ints).of(value)
-    return result
+    return cls(level, *ints).of(value)
 
 
 def sum_over_axis(level: Axis, value: torch.Tensor) -> torch.Tensor:
@@ -254,8 +253,7 @@ def permute(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) 
     if isinstance(level, MeshLevel):
         ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
         return level.exchange("permute", ints, value)
-    result: torch.Tensor = Permute(level, pairs).of(value)
-    return result
+    return Permute(level, pairs).of(value)
 
 
 def axis_index(level: Axis, device: torch.device | None) -> torch.Tensor:
@@ -275,5 +273,4 @@ def axis_size(level: Axis) -> int:
         return level.batch_size
     subset = level.original
     whole = subset.root if isinstance(subset, SubsetLevel) else level
-    count: int = whole.batch_size
-    return count
+    return whole.batch_size

@@ -196,5 +196,4 @@ def random_state(device: torch.device) -> torch.Tensor:
     """Return the state of a device's generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    rng_state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return rng_state
+    return torch.get_device_module(device).get_rng_state(device)

@@ -66,10 +66,7 @@ class _Call:
             # Others are lifted: their own graphs go on inside (NOTE [operands of outer levels]).
             lift = own[0].dispatch_level.lift
             lifted = [x if x.dispatch_level.depth == depth else lift(x) for x in inputs]
-            outputs: tuple[Any, ...] = torch_apply(
-                _Recorded, self, results, torch.is_grad_enabled(), *lifted
-            )
-            return outputs
+            return torch_apply(_Recorded, self, results, torch.is_grad_enabled(), *lifted)
         return self.inward(inputs, results)
 
     def inward(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:

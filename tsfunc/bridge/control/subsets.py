@@ -104,16 +104,14 @@ class SubsetLevel(BatchLevel, LevelProxy):
             known = self._composed[id(level)] = parents.index_select(0, index)
             return known
         with self.restored():
-            selected: torch.Tensor = as_seen_by_current_level(parents).index_select(
+            return as_seen_by_current_level(parents).index_select(
                 0, as_seen_by_current_level(index)
             )
-            return selected
 
     def _seen_in_closure(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value of the outer levels as the currently active outer levels see it."""
         with self.restored():
-            seen: torch.Tensor = as_seen_by_current_level(value)
-            return seen
+            return as_seen_by_current_level(value)
 
     @property
     def numbers(self) -> torch.Tensor | None:

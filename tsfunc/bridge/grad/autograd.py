@@ -46,8 +46,7 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if level is None:
         return value
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
-        seen: torch.Tensor = as_seen_by_current_level(value)
-        return seen
+        return as_seen_by_current_level(value)
     sync(value)
     return level.lift(value)
 
@@ -425,8 +424,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
         if can_carry_tangents():
             primal, tangent = forward_ad.unpack_dual(value)
             if tangent is not None:
-                dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
-                return dual
+                return forward_ad.make_dual(primal.detach(), tangent.detach())
         return value.detach()
 
 

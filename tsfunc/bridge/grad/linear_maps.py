@@ -162,8 +162,7 @@ class Layout(LinearMap):
         level = self.layers[0][0]
         own = isinstance(value, Tracer) and value.dispatch_level is level
         tracer: Any = value if own else level.lift(value)
-        moved: torch.Tensor = linear(self, (tracer,))
-        return moved
+        return linear(self, (tracer,))
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         return (cotangent,)

@@ -320,8 +320,7 @@ class MappedFunction:
             derivatives = derivatives if isinstance(derivatives, tuple) else (derivatives,)
             return [moved(x, i, level) for i, x in enumerate(derivatives)]
 
-        out: list[Any] = self.run(call, given, bdims)
-        return out
+        return self.run(call, given, bdims)
 
     @restoring_thread_state
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:

@@ -61,10 +61,7 @@ def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) 
     """Call a function of a level's tensors, as a node if one of the tensors has a tangent."""
     values = [autograd.lift(value, level) for value in values]
     if any(autograd.unpack_dual(value)[1] is not None for value in values):
-        results: Sequence[Tensor] = call_torch_apply(
-            _Node, function, level, torch.is_grad_enabled(), *values
-        )
-        return results
+        return call_torch_apply(_Node, function, level, torch.is_grad_enabled(), *values)
     create = torch.is_grad_enabled()
     with autograd.recording(level):
         outs = function(values)

@@ -108,8 +108,7 @@ def _name(group: Any) -> Any:
 
 
 def _size(group: Any) -> int:
-    size: int = _unboxed(group).size()
-    return size
+    return _unboxed(group).size()
 
 
 def _word(reduction: Any) -> str:

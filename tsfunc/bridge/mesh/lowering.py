@@ -72,8 +72,7 @@ def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Ten
 
 def _waited(name: str, x: Tensor, *args: Any) -> Tensor:
     functional = torch.ops._c10d_functional
-    out: Tensor = functional.wait_tensor(getattr(functional, name)(x, *args))
-    return out
+    return functional.wait_tensor(getattr(functional, name)(x, *args))
 
 
 def _index(axis: str, mesh: str, *, device: torch.device) -> Tensor:

@@ -182,8 +182,7 @@ def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tenso
     """Return an exchange of a tensor at any level."""
     if is_plain_exchange(x):
         return exchange(x, kind, ints, axis, mesh)
-    out: Tensor = MAP(x, kind, ints, axis, mesh)
-    return out
+    return MAP(x, kind, ints, axis, mesh)
 
 
 def is_plain_exchange(x: Tensor) -> bool:
@@ -216,5 +215,4 @@ def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:
     trace = current_trace()
     if trace is None:
         return _run_index(axis, mesh, device=on)
-    traced: Tensor = operator_of(INDEX).run_at(trace, (axis, mesh), {"device": on})
-    return traced
+    return operator_of(INDEX).run_at(trace, (axis, mesh), {"device": on})

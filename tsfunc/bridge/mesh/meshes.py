@@ -69,8 +69,7 @@ class Mesh:
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis."""
-        index: int = self.group(axis).rank()
-        return index
+        return self.group(axis).rank()
 
     def has_programs(self, axis: str) -> bool:
         """True if the ranks have agreed on a program along the axis, which they may run now."""

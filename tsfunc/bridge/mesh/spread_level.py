@@ -51,5 +51,4 @@ class SpreadLevel(BatchLevel):
         for level in self.spread_over:
             index = index * level.batch_size + level.index(device)
         own = torch.arange(self.batch_size, device=device)
-        examples: torch.Tensor = index * self.batch_size + own
-        return examples
+        return index * self.batch_size + own

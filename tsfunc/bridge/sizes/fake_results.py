@@ -571,5 +571,4 @@ def _has_symbols(x: torch.Tensor) -> bool:
 
 def storage_address(value: torch.Tensor) -> int:
     """Return the address of a tensor's storage object, which fake tensors have too."""
-    memory: int = value.untyped_storage()._cdata
-    return memory
+    return value.untyped_storage()._cdata

@@ -87,7 +87,6 @@ def basic_view(
 
 
 def _slice(x: torch.Tensor, dim: int, item: slice) -> torch.Tensor:
-    part: torch.Tensor = torch.ops.aten.slice.Tensor(
+    return torch.ops.aten.slice.Tensor(
         x, dim, item.start, item.stop, 1 if item.step is None else item.step
     )
-    return part

@@ -52,8 +52,7 @@ def size_text(size: Any) -> str:
     """Return a size as text: a number, or an expression in the user's names."""
     if isinstance(size, int):
         return str(size)
-    text: str = size.node.shape_env.symbols.spell_size(size)
-    return text
+    return size.node.shape_env.symbols.spell_size(size)
 
 
 def kind_of(value: Any) -> type:
@@ -264,8 +263,7 @@ def solved_node(
         solution = solution - DimExpr(rest).evaluate(known)
     if slope != "1":
         solution = solution // DimExpr(slope).evaluate(known)
-    node: torch.fx.Node = solution.node
-    return node
+    return solution.node
 
 
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:

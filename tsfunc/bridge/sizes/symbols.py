@@ -393,8 +393,7 @@ class Symbols:
         }
         facts = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
         text = " and ".join(f"({fact})" for fact in facts)
-        holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
-        return holds
+        return eval(f"lambda sizes: {text}", {"math": math})
 
     def _dims_in(self, expr: Any) -> set[str]:
         return {self._names.get(symbol, "") for symbol in expr.free_symbols} & self.sizes.keys()

@@ -79,8 +79,7 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
         if inherited
         else _function_with(of_results, _keeping_calls)
     )
-    tracer_class: type[TraceTracer] = made
-    return tracer_class
+    return made
 
 
 class _Refusal:

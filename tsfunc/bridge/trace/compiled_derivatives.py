@@ -34,8 +34,7 @@ def without_donated_buffers() -> AbstractContextManager[None]:
     """Context manager: no pass reuses saved buffers (NOTE [kept graphs of compiled code])."""
     from torch._functorch import config
 
-    off: AbstractContextManager[None] = config.patch(donated_buffer=False)
-    return off
+    return config.patch(donated_buffer=False)
 
 
 def call_differentiably(
@@ -50,8 +49,7 @@ def call_differentiably(
     """
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return compiled(*tensors)
-    results: Sequence[Any] = _Call.apply(compiled, uncompiled, *tensors)  # type: ignore[no-untyped-call]
-    return results
+    return _Call.apply(compiled, uncompiled, *tensors)  # type: ignore[no-untyped-call]
 
 
 def refuse_second_derivative(results: Sequence[Any], refuse: Callable[[str], Any]) -> None:

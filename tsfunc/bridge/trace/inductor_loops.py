@@ -163,8 +163,7 @@ def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
             return None
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and value.node.expr == symbol:
-            given: torch.fx.Node = node
-            return given
+            return node
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                 made: torch.fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))

@@ -109,10 +109,7 @@ def quick_check(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], b
         return None
     with torch_state.outside_all_levels():
         if _handlers is not None:
-            compiled_check: Callable[[Sequence[Any]], bool] = _handlers.tensor_check(
-                tuple(examples)
-            )
-            return compiled_check
+            return _handlers.tensor_check(tuple(examples))
         # torch's annotation is one list for all tensors; the function takes a list of lists.
         sizes: Any = [list(x.shape) for x in examples]
         strides: Any = [list(x.stride()) for x in examples]

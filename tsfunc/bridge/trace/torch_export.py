@@ -56,5 +56,4 @@ def _oblivious() -> AbstractContextManager[None]:
     from torch.fx.experimental import _config
 
     config: Any = _config
-    patched: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
-    return patched
+    return config.patch(backed_size_oblivious=True)

@@ -174,7 +174,7 @@ def _layout(self: Tracer) -> torch.layout:
     if isinstance(inner, torch.Tensor):
         return inner.layout
     with DisableTorchFunctionSubclass():
-        return _T.layout.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return _T.layout.__get__(self)  # type: ignore[attr-defined]
 
 
 def _method(name: str) -> Callable[..., Any]:

@@ -117,8 +117,7 @@ class BatchLevel(TracerLevel):
     def random_key(self, generator: torch.Generator | None) -> torch.Tensor:
         """Return the call's key from a generator, as a value of the active outer levels."""
         assert self.random_keys is not None
-        key: torch.Tensor = as_seen_by_kernel(self.random_keys.key(generator))
-        return key
+        return as_seen_by_kernel(self.random_keys.key(generator))
 
     def next_draw(self) -> Any:
         """Count a draw; return the number before, an int or the physical value of a tensor."""
@@ -291,7 +290,7 @@ def wrap_in_python(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> 
     tracer.dispatch_level = level
     tracer.bdim = bdim
     tracer.value = value
-    return tracer  # type: ignore[no-any-return]
+    return tracer
 
 
 _handlers = compiled.load()

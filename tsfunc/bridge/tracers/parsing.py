@@ -306,10 +306,9 @@ def _prepare_probes(name: str) -> None:
 
 def _probe(like: torch.Tensor) -> torch.Tensor:
     # With arbitrary sizes, because those of the tensor itself may be symbolic.
-    probe: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+    return torch.Tensor._make_wrapper_subclass(
         _Probe, (2,) * like.dim(), dtype=like.dtype, device=like.device
     )
-    return probe
 
 
 def _replaced(value: Any, numbers: Any) -> Any:

@@ -95,8 +95,7 @@ class EmulatedView(TracerHook):
         base = self.base
         if base.shape == self.shape and base.stride() == self.stride:
             return base
-        out: torch.Tensor = torch.ops.aten.as_strided.default(base, self.shape, self.stride)
-        return out
+        return torch.ops.aten.as_strided.default(base, self.shape, self.stride)
 
     def prepare(self, name: str, values: Sequence[Any]) -> None:
         """Make the innermost base a tracer of the level, before ``name`` writes to a view."""
@@ -174,8 +173,7 @@ def gather(base: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tenso
     index = [*[None] * dim, positions]
 
     def take(base: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.aten.index.Tensor(base, index)  # saves no values of base
-        return out
+        return torch.ops.aten.index.Tensor(base, index)  # saves no values of base
 
     def put(base: torch.Tensor, whole: torch.Tensor) -> None:
         torch.ops.aten.index_put_.default(base, index, whole)

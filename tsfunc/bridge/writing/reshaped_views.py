@@ -58,8 +58,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
         value = batch_to_front(x.value, x.bdim).contiguous()
         for tracer in group:
             tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
-    out: torch.Tensor = torch.ops.aten.view.default(x, sizes)
-    return out
+    return torch.ops.aten.view.default(x, sizes)
 
 
 def _sharing(x: BatchTracer) -> list[BatchTracer] | None:

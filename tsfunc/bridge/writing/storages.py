@@ -24,8 +24,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         # mode would be called for. Tensors of other layouts raise an error here. The function mode
         # of a traced body would replace the tensor by a tracer.
         with DisableTorchFunction():
-            memory: int = tensor.untyped_storage()._cdata
-            return memory
+            return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return None
 

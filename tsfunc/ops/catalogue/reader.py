@@ -14,5 +14,4 @@ if TYPE_CHECKING:
 @functools.lru_cache(maxsize=1)
 def reader() -> Reader:
     """Return the reader of operators that ``import tsfunc`` provides."""
-    made: Reader = hooks.catalogue_reader.provided()
-    return made
+    return hooks.catalogue_reader.provided()

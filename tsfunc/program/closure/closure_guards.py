@@ -508,8 +508,7 @@ class ClosureGuards:
         """
         code, inputs = self._code(now, lines, scope)
         given = "".join(f"{name}, " for name in inputs)
-        made: GuardFunction = compile_guard("args", code.lines, f"({given})", code.scope, lazy)
-        return made
+        return compile_guard("args", code.lines, f"({given})", code.scope, lazy)
 
     def entry_code(
         self, now: tuple[Any, ...], opening: Sequence[str], lines: Sequence[str],
@@ -522,8 +521,7 @@ class ClosureGuards:
         """
         code, inputs = self._code(now, [*opening, *lines], scope)
         given = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"
-        made: Enter = compile_guard("args, kwargs", code.lines, given, code.scope)
-        return made
+        return compile_guard("args, kwargs", code.lines, given, code.scope)
 
     def _code(
         self, now: tuple[Any, ...], lines: Sequence[str], scope: Mapping[str, Any]

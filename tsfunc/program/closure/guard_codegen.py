@@ -218,8 +218,7 @@ def unflatten_function(tree: optree.PyTreeSpec) -> Build:
         text = None
     if text is None:
         return partial(optree.tree_unflatten, tree)
-    build: Build = eval(f"lambda results: {text}", scope)
-    return build
+    return eval(f"lambda results: {text}", scope)
 
 
 def _built(value: Any, scope: dict[str, Any]) -> str | None:

@@ -58,8 +58,7 @@ class CalleeGraph:
     def results(self) -> Sequence[Any]:
         """The results of its graph: nodes, and None for a zero result."""
         *_, last = self.graph.nodes
-        returned: Sequence[Any] = last.args[0]
-        return returned
+        return last.args[0]
 
     def make(self) -> None:
         """Generate the Python function of the graph."""

@@ -146,8 +146,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
     """
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
-    made: ControlFlow = kind.decode(field, name, graph, kinds)
-    return made
+    return kind.decode(field, name, graph, kinds)
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:

@@ -213,8 +213,7 @@ class ValueReader:
 
     def dtype(self, field: Field) -> torch.dtype:
         """Return the dtype of a name."""
-        named: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
-        return named
+        return field.one_of(DTYPES, "a dtype of torch")
 
     def device(self, field: Field) -> torch.device:
         """Return the device of a name, or the device that replaces it."""

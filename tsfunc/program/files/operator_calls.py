@@ -92,8 +92,7 @@ def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Operato
 
 def function_named(field: Field) -> Callable[..., Any]:
     """Return the Python function on numbers of a name."""
-    function: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
-    return function
+    return field.one_of(FUNCTIONS, "a function on sizes")
 
 
 def kind_of_results(signature: OperatorSignature) -> Kind:

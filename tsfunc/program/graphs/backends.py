@@ -94,8 +94,7 @@ def resolve(backend: object) -> Backend:
             f"example inputs, got {type(backend).__name__}. Names are 'python' (the default), "
             f"'inductor', and those of torch.compiler.list_backends()."
         )
-    named: Backend = backend
-    return named
+    return backend
 
 
 class Compiled:

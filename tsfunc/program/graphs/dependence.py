@@ -179,8 +179,7 @@ class _OperatorCall:
                 if own is None
                 else _joined(own, pattern, self.values[i].value.numel())
             )
-        pairs: torch.Tensor = torch.cat(parts, 1).unique(dim=1)
-        return pairs
+        return torch.cat(parts, 1).unique(dim=1)
 
     def local(self, i: int, position: int, out: torch.Tensor) -> torch.Tensor | None:
         """Return pairs of entries of a result and of an argument; None if all pairs depend."""

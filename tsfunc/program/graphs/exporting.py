@@ -326,8 +326,7 @@ def _at(root: torch.nn.Module, path: str) -> torch.Tensor:
     value: Any = root
     for each in path.split("."):
         value = getattr(value, each)
-    tensor: torch.Tensor = value
-    return tensor
+    return value
 
 
 def _assign(

@@ -110,8 +110,7 @@ class Flow:
             visit.results[node] = results
             return _NONE.union(*results)
         if node.target is operator.getitem and node.args[0] in visit.results:
-            axes: Axes = visit.results[node.args[0]][node.args[1]]  # type: ignore[index]
-            return axes
+            return visit.results[node.args[0]][node.args[1]]  # type: ignore[index]
         return self.of_call(node, visit)
 
     def _through(self, body: Body, operands: Sequence[Axes]) -> list[Axes]:

@@ -41,8 +41,7 @@ class Group(Protocol):
 
 def numbers_in(index: torch.Tensor) -> list[int]:
     """Return the different values of an index, in order."""
-    numbers: list[int] = torch.unique(index).tolist()
-    return numbers
+    return torch.unique(index).tolist()
 
 
 def groups_by_choice(
@@ -108,8 +107,7 @@ class SubsetGroup:
 
     @property
     def size(self) -> int:
-        count: int = self.level.batch_size
-        return count
+        return self.level.batch_size
 
     def select(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
         return SubsetGroup(self.label, subset_of(self.level, index, single))

@@ -111,10 +111,7 @@ class PythonCallee:
     def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments, from the flattened tensors followed by the sizes."""
         positions = (*self.positions, *self.sizes)
-        args: Sequence[Any] = pytrees.unflatten(
-            self.tree, with_replaced(self.leaves, positions, operands)
-        )
-        return args
+        return pytrees.unflatten(self.tree, with_replaced(self.leaves, positions, operands))
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         run = getattr(self.function, "run_recorded", self.function.apply)

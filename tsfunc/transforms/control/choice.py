@@ -136,8 +136,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     """
     kind = type(value)
     if kind is bool:
-        truth: bool = value
-        return truth
+        return value
     if kind is SlottedBatchTracer and value.dispatch_level is subset and value.bdim == 0:
         inner = value.value
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
@@ -156,8 +155,7 @@ def _known(value: Any) -> bool:
 
 def read(values: Any) -> torch.Tensor:
     """Return the data of a known tensor."""
-    known: torch.Tensor = innermost_value(values)
-    return known
+    return innermost_value(values)
 
 
 class DiffersAtInnerLevel(BaseException):

@@ -134,8 +134,7 @@ def cond(
         operands = ()
     check_callable("cond", true_fun=true_fun, false_fun=false_fun)
     if torch_records():
-        result: _Result = in_torch.cond(pred, true_fun, false_fun, operands)
-        return result
+        return in_torch.cond(pred, true_fun, false_fun, operands)
     if not kwargs:
         operands = operands_of(operands, true_fun)
     axes = axes_of_exchanges("cond", (true_fun, false_fun), operands)
@@ -216,8 +215,7 @@ def switch(
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
-        result: _Result = in_torch.switch(index, branches, operands)
-        return result
+        return in_torch.switch(index, branches, operands)
     operands = operands_of(operands, branches[0])
     axes = axes_of_exchanges("switch", branches, operands)
     if axes and not _is_static(index):

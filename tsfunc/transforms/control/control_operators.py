@@ -83,8 +83,7 @@ class Switch(ControlFlowOperator):
         )
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = _RUNS[Switch](self, *operands)
-        return results
+        return _RUNS[Switch](self, *operands)
 
     def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         index, *rest = operands
@@ -164,8 +163,7 @@ class While(ControlFlowOperator):
         return _settled(operands[: self.carried], step)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = _RUNS[While](self, *operands)
-        return results
+        return _RUNS[While](self, *operands)
 
     def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
@@ -245,8 +243,7 @@ class Scan(ControlFlowOperator):
         carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
         (body,) = self.bodies
         if current_trace() is not None:
-            recorded: tuple[Any, ...] = _RUNS[Scan](self, carry, along, rest)
-            return recorded
+            return _RUNS[Scan](self, carry, along, rest)
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
             like = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
@@ -346,14 +343,12 @@ class AssociativeScan(ControlFlowOperator):
         along, rest = operands[: self.along], operands[self.along :]
         (body,) = self.bodies
         if current_trace() is not None:
-            recorded: tuple[Any, ...] = _RUNS[AssociativeScan](self, along, rest)
-            return recorded
+            return _RUNS[AssociativeScan](self, along, rest)
         in_dims = (0,) * (2 * self.along) + (None,) * len(rest)
         every = vmap(body, in_dims=in_dims, randomness="different")
 
         def combine(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
-            combined: Sequence[Any] = every(*left, *right, *rest)
-            return combined
+            return every(*left, *right, *rest)
 
         return tuple(prefixes(combine, along, [0] * self.along, along[0].shape[0]))
 
@@ -416,8 +411,7 @@ def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]
 
 
 def _results(body: Body) -> Sequence[torch.fx.Node]:
-    nodes: Sequence[torch.fx.Node] = next(iter(reversed(body.graph.nodes))).args[0]
-    return nodes
+    return next(iter(reversed(body.graph.nodes))).args[0]
 
 
 # Device types with torch's associative_scan for pointwise functions; inductor has no code for it

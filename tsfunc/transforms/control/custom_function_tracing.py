@@ -137,8 +137,7 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     def run(values: list[Any]) -> Values:
         made = _rule_call(callee, values)
         calls.append(made.call)
-        results: Values = callee.function.primal_results(made.call, made.sizes, *made.operands)
-        return results
+        return callee.function.primal_results(made.call, made.sizes, *made.operands)
 
     return tracing.part("the function itself", run, tracing.operands)
 
@@ -242,7 +241,7 @@ def solution(tracing: Tracing) -> LinearSolution | RootSolution:
             closed(equation.tangent, 2 * count), [*unknown, *given],
         )  # fmt: skip
     made.name, made.count, made.solve = call.equation.label, count, solve
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 # --- the methods of an autograd.Function

@@ -76,8 +76,7 @@ class CustomVjp(TracedCallee):
         return rule
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        results: Sequence[Any] = self._rule(*operands)
-        return results
+        return self._rule(*operands)
 
 
 class CustomJvp(TracedCallee):
@@ -119,8 +118,7 @@ class CustomJvp(TracedCallee):
         return made
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        results: Sequence[Any] = self._rule(*operands)
-        return results
+        return self._rule(*operands)
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,7 @@ class CustomAutogradFunction(TracedCallee):
         }  # fmt: skip
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        results: Sequence[Any] = apply(self._function, *operands)
-        return results
+        return apply(self._function, *operands)
 
     @functools.cached_property
     def _function(self) -> Any:

@@ -99,8 +99,7 @@ class Loop:
             carry, done = self.block(carry, size // 2)
             return (carry, done) if done else self.block(carry, size // 2)
 
-        result: tuple[Any, bool] = run_checkpointed(run, (carry,))
-        return result
+        return run_checkpointed(run, (carry,))
 
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
         """Run the loop, or its next ``limit`` steps; return the carry, and True at its end."""

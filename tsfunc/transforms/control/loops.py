@@ -79,8 +79,7 @@ def while_loop(
         )
     check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     if torch_records():
-        last: _Carry = in_torch.while_loop(cond_fun, body_fun, init_val)
-        return last
+        return in_torch.while_loop(cond_fun, body_fun, init_val)
     if not takes_entries(cond_fun, init_val):
         last = _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).run_to_end(init_val)
         return last
@@ -136,8 +135,7 @@ def fori_loop(
     """
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():
-        last: _Carry = in_torch.fori_loop(lower, upper, body_fun, init_val)
-        return last
+        return in_torch.fori_loop(lower, upper, body_fun, init_val)
     if isinstance(lower, torch.Tensor) or isinstance(upper, torch.Tensor):
         # The ranks of a mesh may have different bounds.
         carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)

@@ -350,8 +350,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"map: batch_size: expected at least 1, got {batch_size}.")
     if torch_records():
-        ys: _Y = in_torch.map_(f, xs, args)
-        return ys
+        return in_torch.map_(f, xs, args)
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
@@ -425,8 +424,7 @@ def associative_scan(
         dim = int(axis)
     at = int(axis) if dim is None else dim
     if torch_records():
-        scanned: _Elems = in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
-        return scanned
+        return in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
     leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", "elems", elems, leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]

@@ -228,8 +228,7 @@ def _encode_policy(policy: Policy) -> Any:
 
 def _decode_policy(field: Field, made_with: str) -> Policy:
     if type(field.value) is str:
-        policy: Policy = field.one_of(_NAMED_POLICIES, "a policy")
-        return policy
+        return field.one_of(_NAMED_POLICIES, "a policy")
     if "either" in field.mapping():
         (either,) = field.record("either")
         first, second = either.items(2)
