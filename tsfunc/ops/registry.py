@@ -45,6 +45,7 @@ A rule returns ``NotImplemented`` for a call that it does not cover; the per-exa
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -139,22 +140,22 @@ class Row:
 _rows: dict[str, Row] = {}
 
 
-def rows(rule: Rule, *names: str) -> None:
-    """Declare operators that share a batching rule."""
-    caller = sys._getframe(1)
-    declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}")
-
-
 def aten_names(names: str) -> list[str]:
     """Return the full names of ATen operators from a text with their short names."""
     return [f"aten::{name}" for name in names.split()]
 
 
-def row(*names: str) -> Callable[[Rule], Rule]:
+def rows(rule: Rule, *names: str, family: Family | None = None) -> None:
+    """Declare operators that share a batching rule."""
+    caller = sys._getframe(1)
+    declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}", family=family)
+
+
+def row(*names: str, family: Family | None = None) -> Callable[[Rule], Rule]:
     """Decorate the batching rule of one operator, or of several variants that share the rule."""
 
     def declared(rule: Rule) -> Rule:
-        declare(rule, names, code_location_text(rule) or "?")
+        declare(rule, names, code_location_text(rule) or "?", family=family)
         return rule
 
     return declared
@@ -163,22 +164,12 @@ def row(*names: str) -> Callable[[Rule], Rule]:
 class Family:
     """Operators that have a property in common; the family's file says which.
 
-    ``row`` and ``rows`` are used as the functions of these names.
+    ``row`` and ``rows`` are the functions of these names, for operators of the family.
     """
 
-    def rows(self, rule: Rule, *names: str) -> None:
-        """Declare operators of the family that share a batching rule."""
-        caller = sys._getframe(1)
-        declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}", family=self)
-
-    def row(self, *names: str) -> Callable[[Rule], Rule]:
-        """Decorate the batching rule of operators of the family."""
-
-        def declared(rule: Rule) -> Rule:
-            declare(rule, names, code_location_text(rule) or "?", family=self)
-            return rule
-
-        return declared
+    def __init__(self) -> None:
+        self.row = functools.partial(row, family=self)
+        self.rows = functools.partial(rows, family=self)
 
 
 def declare(
