@@ -7,12 +7,11 @@ of one operator call from its key set.
 
 from __future__ import annotations
 
-import html
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,10 +161,12 @@ class CallReport:
         if path is None:
             print(self)
             return
-        slow = [use.how == "loop" for use in self.uses]
-        rows = list(self._rows())
-        body = f"<section>{table(_COLUMNS, rows, slow)}</section>"
+        body = f"<section>{self._table()}</section>"
         Path(path).write_text(document(self.summary, body, {}), encoding="utf-8")
+
+    def _table(self, caption: str = "") -> str:
+        slow = [use.how == "loop" for use in self.uses]
+        return table(_COLUMNS, list(self._rows()), slow, caption)
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -192,23 +193,7 @@ class CallReport:
 
     def _repr_html_(self) -> str:
         """Return the report as HTML for a notebook."""
-        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-        body = "".join(
-            f"<tr{_LOOP_STYLE if use.how == 'loop' else ''}>{_cells(row)}</tr>"
-            for use, row in zip(self.uses, self._rows(), strict=True)
-        )
-        caption = html.escape(self.summary)
-        return (
-            f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>"
-        )
-
-
-_LOOP_STYLE = ' style="color: #b00020; font-weight: bold"'
-
-
-def _cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        return self._table(self.summary)
 
 
 @copy_outside_dynamo

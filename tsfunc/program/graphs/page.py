@@ -46,17 +46,30 @@ def document(title: str, body: str, facts: Facts) -> str:
     )
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: Sequence[bool] = ()) -> str:
-    """Return rows of plain text as an HTML table, whose columns can be sorted by a click."""
+_SLOW_STYLE = ' style="color: #b00020; font-weight: bold"'
+
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    slow: Sequence[bool] = (),
+    caption: str = "",
+) -> str:
+    """Return rows of plain text as an HTML table, whose columns a page sorts by a click.
+
+    Args:
+        slow: True for each row that is to be seen at once.
+    """
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
     marks = itertools.chain(slow, itertools.repeat(False))
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
-        f"<tr{' class=slow' if mark else ''}>"
+        f"<tr{_SLOW_STYLE if mark else ''}>"
         + "".join(f"<td>{escape(cell)}</td>" for cell in row)
         + "</tr>"
         for row, mark in zip(rows, marks, strict=False)
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def program_page(program: ProgramData, times: Mapping[str, float] | None = None) -> str:
