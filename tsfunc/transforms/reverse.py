@@ -11,7 +11,6 @@ plain: its buffers are freed during the pass, and its results carry no graph.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
@@ -430,15 +429,8 @@ def grad_and_value(
     return _transformed("grad_and_value", func, argnums, has_aux, call)
 
 
-def _value_and_grad_in_dynamo(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    both = TORCH_FUNC["grad_and_value"](func, argnums, has_aux)
-    return lambda *args, **kwargs: both(*args, **kwargs)[::-1]
-
-
 @folding("value_and_grad")
-@delegate_in_dynamo(_value_and_grad_in_dynamo)
+@delegate_in_dynamo(TORCH_FUNC["value_and_grad"])
 def value_and_grad(
     func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., tuple[_Result, Any]]:
@@ -465,12 +457,11 @@ def value_and_grad(
 
     Corresponds to ``jax.value_and_grad``.
     """
-    both = grad_and_value(func, argnums, has_aux)
 
-    @functools.wraps(both)
-    @boundary("value_and_grad", func, traceable=True)
-    def swapped(*args: Any, **kwargs: Any) -> Any:
-        gradient, value = both(*args, **kwargs)
-        return value, gradient
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        grads, value, aux = _value_and_grad(
+            "value_and_grad(f)(*args)", func, argnums, has_aux, args, kwargs
+        )
+        return ((value, aux), grads) if has_aux else (value, grads)
 
-    return swapped
+    return _transformed("value_and_grad", func, argnums, has_aux, call)

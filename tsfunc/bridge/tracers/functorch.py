@@ -18,20 +18,30 @@ from torch.compiler import is_dynamo_compiling
 
 from tsfunc.bridge.tracers.current_level import current_tracer_level
 
+
+def _value_and_grad(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return torch.func's grad_and_value of a function, with the value first."""
+    both = TORCH_FUNC["grad_and_value"](*args, **kwargs)
+    return lambda *args, **kwargs: both(*args, **kwargs)[::-1]
+
+
 # torch.func's own transforms, even after its attributes were replaced by this package's.
 TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
-    name: getattr(torch.func, name)
-    for name in (
-        "functional_call",
-        "grad",
-        "grad_and_value",
-        "hessian",
-        "jacfwd",
-        "jacrev",
-        "jvp",
-        "vjp",
-        "vmap",
-    )
+    "value_and_grad": _value_and_grad,
+    **{
+        name: getattr(torch.func, name)
+        for name in (
+            "functional_call",
+            "grad",
+            "grad_and_value",
+            "hessian",
+            "jacfwd",
+            "jacrev",
+            "jvp",
+            "vjp",
+            "vmap",
+        )
+    },
 }
 
 
