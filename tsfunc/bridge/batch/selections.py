@@ -277,14 +277,14 @@ def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
         if isinstance(value, Selection):
             if value.after != lead.after:
                 lead.refuse(by)
-            source = None if lead.source is None else lead.source
-            values.append(value.on(lead.mask, source))
-        elif isinstance(value, torch.Tensor):
-            if value.dim() > lead.after and value.shape[lead.at] != 1:
-                lead.refuse(by)
-            values.append(value)
-        else:
-            values.append(value)
+            value = value.on(lead.mask, lead.source)
+        elif (
+            isinstance(value, torch.Tensor)
+            and value.dim() > lead.after
+            and value.shape[lead.at] != 1
+        ):
+            lead.refuse(by)
+        values.append(value)
     return lead, values
 
 
