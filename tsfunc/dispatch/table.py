@@ -290,12 +290,6 @@ def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ope
     )
 
 
-def _invalidate(op: Operator, key: DispatchKey | None) -> None:
-    op._cache.clear()
-    for listener in hooks.kernel_registered.functions:
-        listener(op, key)
-
-
 def find_operator(name: str) -> Operator | None:
     """Return the operator with a name; None if there is none."""
     return _operators.get(name)
@@ -307,6 +301,27 @@ def _refuse_duplicate(what: str, old: Entry | None, site: str) -> None:
             f"{what}: a kernel is there already, registered at {old.site}; this one is at {site}. "
             f"Remove one of them."
         )
+
+
+def _fill(op: Any, key: DispatchKey | None, kernel: Kernel) -> Kernel:
+    """Fill the cell of each operator for a key, or its row if the key is None."""
+    site = caller_site()
+    with _lock:
+        targets = operators_of(op)
+        for target in targets:
+            if key is None:
+                _refuse_duplicate(f"register_catch_all({target.name})", target._catch_all, site)
+            else:
+                _refuse_duplicate(f"register({target.name}, {key})", target._cells.get(key), site)
+        for target in targets:
+            if key is None:
+                target._catch_all = Entry(kernel, False, "row", site)
+            else:
+                target._cells[key] = Entry(kernel, False, "cell", site)
+            target._cache.clear()
+            for listener in hooks.kernel_registered.functions:
+                listener(target, key)
+    return kernel
 
 
 @overload
@@ -323,18 +338,7 @@ def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
     Raises:
         DispatchError: the cell is filled already; the message names both registrations.
     """
-    if kernel is None:
-        return lambda k: register(op, key, k)
-    site = caller_site()
-    with _lock:
-        targets = operators_of(op)
-        for target in targets:
-            what = f"register({target.name}, {key})"
-            _refuse_duplicate(what, target._cells.get(key), site)
-        for target in targets:
-            target._cells[key] = Entry(kernel, False, "cell", site)
-            _invalidate(target, key)
-    return kernel
+    return (lambda k: _fill(op, key, k)) if kernel is None else _fill(op, key, kernel)
 
 
 @overload
@@ -349,17 +353,7 @@ def register_catch_all(op: Any, kernel: Any = None) -> Any:
     Raises:
         DispatchError: the row is filled already; the message names both registrations.
     """
-    if kernel is None:
-        return lambda k: register_catch_all(op, k)
-    site = caller_site()
-    with _lock:
-        targets = operators_of(op)
-        for target in targets:
-            _refuse_duplicate(f"register_catch_all({target.name})", target._catch_all, site)
-        for target in targets:
-            target._catch_all = Entry(kernel, False, "row", site)
-            _invalidate(target, None)
-    return kernel
+    return (lambda k: _fill(op, None, k)) if kernel is None else _fill(op, None, kernel)
 
 
 @overload
