@@ -19,6 +19,7 @@ from tsfunc.bridge.trace.tensor_guards import (
 )
 
 _T = torch.Tensor
+PropertyReader = Callable[[TensorGuards, Any], Any]
 
 
 def _is_recorded(value: Any) -> bool:
@@ -107,7 +108,7 @@ def _hooks(guards: TensorGuards, value: Any) -> None:
         )
 
 
-def _argument_property(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
+def _argument_property(name: str, fact: str) -> PropertyReader:
     """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
     member = getattr(_T, name)
     func = member if callable(member) else member.__get__
@@ -119,7 +120,7 @@ def _argument_property(name: str, fact: str) -> Callable[[TensorGuards, Any], An
     return read
 
 
-def _lazy_bit(name: str) -> Callable[[TensorGuards, Any], Any]:
+def _lazy_bit(name: str) -> PropertyReader:
     """Answer for lazy conjugation or negation, which views take from arguments."""
 
     def read(guards: TensorGuards, value: Any) -> Any:
@@ -163,7 +164,7 @@ _GETS: Final[Mapping[str, Any]] = {
 }
 _GRAD: Final = _GETS["grad"]
 VERSION: Final = _GETS["_version"]
-PROPERTY_READERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
+PROPERTY_READERS: Final[Mapping[Any, PropertyReader]] = {
     _GETS["is_leaf"]: _is_leaf,
     _GETS["grad_fn"]: _grad_fn,
     _GETS["output_nr"]: _output_nr,
@@ -186,8 +187,7 @@ PROPERTY_READERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
 
 
 @forwards_query
-def read_guarded_property(func: Any, args: Sequence[Any]) -> Any:
+def read_guarded_property(read: PropertyReader, args: Sequence[Any]) -> Any:
     """Return a property of a traced tensor, guarded for an argument; else NotImplemented."""
-    read = PROPERTY_READERS.get(func)
-    guards = None if read is None else guards_for_user_query(args[0])
-    return NotImplemented if read is None or guards is None else read(guards, args[0])
+    guards = guards_for_user_query(args[0])
+    return NotImplemented if guards is None else read(guards, args[0])

@@ -292,8 +292,9 @@ class TraceTracer(Tracer):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or NO_KWARGS
-        if func in PROPERTY_READERS:
-            out = read_guarded_property(func, args)
+        read = PROPERTY_READERS.get(func)
+        if read is not None:
+            out = read_guarded_property(read, args)
             if out is not NotImplemented:
                 return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
