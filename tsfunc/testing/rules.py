@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.errors import CustomRuleError
 from tsfunc.testing.laws import inner, same
 from tsfunc.transforms.argnums import with_replaced
@@ -81,7 +81,7 @@ def _check(
     given, tree = pytrees.flatten(args)
     leaves = [_double(leaf) for leaf in given]
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    wrt = [i for i in positions if differentiable(leaves[i])]
+    wrt = [i for i in positions if is_differentiable(leaves[i])]
 
     def of_leaves(*values: Any) -> Any:
         return func(*pytrees.unflatten(tree, values))
@@ -96,7 +96,7 @@ def _check(
 
     def of_chosen(*values: Any, leaves: Sequence[Any] = leaves) -> tuple[torch.Tensor, ...]:
         flat = pytrees.leaves_of(of_leaves(*with_replaced(leaves, wrt, values)))
-        return tuple(x for x in flat if isinstance(x, torch.Tensor) and differentiable(x))
+        return tuple(x for x in flat if is_differentiable(x))
 
     primals = [leaves[i] for i in wrt]
     cotangents = [torch.randn_like(x) for x in of_chosen(*primals)]
@@ -251,7 +251,9 @@ def _check_batch(
 ) -> None:
     rows = [
         [
-            leaf if dim is None else (leaf * (1 + i / 16) if differentiable(leaf) else leaf.clone())
+            leaf
+            if dim is None
+            else (leaf * (1 + i / 16) if is_differentiable(leaf) else leaf.clone())
             for leaf, dim in zip(leaves, bdims, strict=True)
         ]
         for i in range(size)
@@ -278,7 +280,7 @@ def _check_batch(
 
 
 def _double(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and differentiable(leaf):
+    if is_differentiable(leaf):
         return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
     return leaf
 

@@ -17,10 +17,9 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import outside_graph, requires_grad, unpack_dual
+from tsfunc.bridge.grad.autograd import is_differentiable, outside_graph, requires_grad, unpack_dual
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import batch_first, is_recorded
-from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -225,15 +224,15 @@ class _RecordedBatchCall(Function):
         ctx.set_materialize_grads(False)
         with outside_graph(grad_mode):
             outs = tuple(x for x in plan.run(tensors) if isinstance(x, torch.Tensor))
-        ctx.mark_non_differentiable(*[x for x in outs if not differentiable(x)])
+        ctx.mark_non_differentiable(*[x for x in outs if not is_differentiable(x)])
         return outs
 
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
-        wrt = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]
-        of = [j for j, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
+        wrt = [i for i, x in enumerate(tensors) if plan.recorded[i] and is_differentiable(x)]
+        of = [j for j, ct in enumerate(cotangents) if ct is not None and is_differentiable(ct)]
 
         def pull(values: Sequence[Any], flags: Sequence[bool]) -> Any:
             inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import depends_on_leaves, is_differentiable, next_sequence_number
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -219,8 +218,8 @@ class _Jvp(RuleFunction):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, sizes, operands = ctx.call, ctx.sizes, ctx.saved_tensors
         needed = ctx.needs_input_grad[2 : 2 + call.count]
-        by = [i for i, need in enumerate(needed) if need and differentiable(operands[i])]
-        of = [i for i, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
+        by = [i for i, need in enumerate(needed) if need and is_differentiable(operands[i])]
+        of = [i for i, ct in enumerate(cotangents) if ct is not None and is_differentiable(ct)]
         pulled: list[Any] = [None] * call.count
         since = next_sequence_number()
 

@@ -22,9 +22,14 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, outside_graph
+from tsfunc.bridge.grad.autograd import (
+    differentiates_here,
+    is_differentiable,
+    is_perturbed,
+    outside_graph,
+)
 from tsfunc.bridge.grad.custom_function import trace_of
-from tsfunc.bridge.grad.mapped_function import differentiable, unaliased
+from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.interrupts import resets
@@ -273,7 +278,7 @@ class RuleFunction(Function):
         ctx.save_for_forward(*operands, *residuals)
         ctx.set_materialize_grads(False)
         results = call.result_tensors(out, operands)
-        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
+        ctx.mark_non_differentiable(*[x for x in results if not is_differentiable(x)])
         return results
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.current_level import at_level_of
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -200,7 +200,7 @@ def _pushed(
     rule: Any = call.rule
     _, residuals = rule.forward(call, fixed, rest)
     of = [i for i, x in enumerate(call.results) if x.is_differentiable]
-    by = [i for i, t in enumerate(tangents) if t is not None and differentiable(operands[i])]
+    by = [i for i, t in enumerate(tangents) if t is not None and is_differentiable(operands[i])]
     zeros = [x.zero() for x in call.results]
 
     def pull(*cotangents: Any) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ def pulled_by_rule(
         flat += _leaves_like(rule, number, arg, cotangent)
     gradients: list[Any] = []
     for position, x in zip(call.positions[: call.count], operands, strict=False):
-        if not differentiable(x):
+        if not is_differentiable(x):
             gradients.append(None)
             continue
         label = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.forward import jvp
@@ -121,7 +121,7 @@ def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
 
 
 def _differentiable(consts: Values) -> list[int]:
-    return [i for i, x in enumerate(consts) if isinstance(x, torch.Tensor) and differentiable(x)]
+    return [i for i, x in enumerate(consts) if is_differentiable(x)]
 
 
 def _pulled(function: Callable[[Values], Values], consts: Values, w: Values) -> list[Any]:

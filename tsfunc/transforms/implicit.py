@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -165,7 +165,7 @@ class _Unknown:
         leaves, self.spec = flatten_tensors(label, "the tensors to solve for", like)
         self.flat = [as_seen_by_current_level(x) for x in leaves]
         for x in self.flat:
-            if not differentiable(x):
+            if not is_differentiable(x):
                 raise TypeError(
                     f"{label}: the unknown: expected tensors of floating point or complex dtype, "
                     f"got {x.dtype}."

@@ -83,7 +83,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     recorded, (outs, out_spec, aux) = record(run, flat, primals)
     recorded.ended()
     zeros = [torch.zeros_like(x) for x in outs]
-    differentiable = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
+    differentiable = [i for i, x in enumerate(outs) if autograd.is_differentiable(x)]
 
     def pull_differentiable(*cotangents: torch.Tensor) -> Any:
         return recorded.pull(with_replaced(zeros, differentiable, cotangents), retain=True)

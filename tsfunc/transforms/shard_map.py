@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.axis_collectives import is_bound
-from tsfunc.bridge.grad.autograd import is_perturbed
+from tsfunc.bridge.grad.autograd import is_differentiable, is_perturbed
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
@@ -384,9 +384,7 @@ def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractC
     captured = [
         x
         for x in consts_of([func])
-        if (x.is_floating_point() or x.is_complex())
-        and (traced or is_perturbed(x))
-        and not is_dtensor(x)
+        if is_differentiable(x) and (traced or is_perturbed(x)) and not is_dtensor(x)
     ]
     if not captured:
         return _UNCHANGED

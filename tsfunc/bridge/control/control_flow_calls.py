@@ -17,10 +17,9 @@ from torch.autograd import Function
 from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
 from tsfunc.bridge.control.traced_bodies import TracedResult
-from tsfunc.bridge.grad.autograd import outside_graph
+from tsfunc.bridge.grad.autograd import is_differentiable, outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
-from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
@@ -112,7 +111,7 @@ class _Call:
 def _depends_on(result: TracedResult, level: TracerLevel, trace: TraceLevel) -> bool:
     """True if a result can depend on what a level differentiates by: it is one of its tracers."""
     own = any(frame.level.depth == level.depth for frame in result.stack.frames)
-    return differentiable(result.value) and (own or level.depth <= trace.depth)
+    return is_differentiable(result.value) and (own or level.depth <= trace.depth)
 
 
 class _Recorded(Function):
@@ -151,7 +150,9 @@ class _Recorded(Function):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs, results = ctx.saved_tensors, ctx.results
-        wrt = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
+        wrt = [
+            i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and is_differentiable(x)
+        ]
         level = inputs[0].dispatch_level
         of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.differentiable[j]]
         pulled: list[Any] = [None] * len(inputs)

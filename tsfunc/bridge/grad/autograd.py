@@ -51,6 +51,11 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     return level.lift(value)
 
 
+def is_differentiable(value: Any) -> bool:
+    """True for a tensor of floating-point or complex numbers."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     """Return an alias of a tensor to differentiate by, connected to the tensor's own graph.
 
@@ -59,7 +64,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     Raises:
         RuntimeError: the tensor's dtype is neither floating point nor complex.
     """
-    if not (value.is_floating_point() or value.is_complex()):
+    if not is_differentiable(value):
         raise RuntimeError(
             f"a tensor of {value.dtype} can't be differentiated by: only Tensors of floating point "
             f"and complex dtype can require gradients. Convert it (x.float()), or choose other "

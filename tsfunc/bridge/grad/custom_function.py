@@ -23,13 +23,12 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import hooks, pytrees
 from tsfunc.bridge.grad import apply_hook
-from tsfunc.bridge.grad.autograd import is_perturbed, outside_graph
+from tsfunc.bridge.grad.autograd import is_differentiable, is_perturbed, outside_graph
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
     bdim_of,
-    differentiable,
     has_setup,
     results_of_rule,
     rewrapped,
@@ -97,7 +96,7 @@ def _with_own_elements(forward: Callable[..., Any], setup: bool) -> Callable[...
         out = forward(*args)
         copies: dict[int, Any] = {}
         for x in out if isinstance(out, tuple) else (out,):
-            expanded = isinstance(x, torch.Tensor) and differentiable(x) and is_expanded(x)
+            expanded = is_differentiable(x) and is_expanded(x)
             if expanded and not any(x is arg for arg in args):
                 with outside_graph(True):
                     copies[id(x)] = x.clone(memory_format=torch.contiguous_format)

@@ -24,6 +24,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.apply_hook import apply_seen
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
@@ -242,7 +243,7 @@ class MappedFunction:
                 if isinstance(x, torch.Tensor) and not any(x is one for one in written):
                     results[i] = unaliased(x, values)
             by = any(
-                bdim is not None and isinstance(x, torch.Tensor) and differentiable(x)
+                bdim is not None and is_differentiable(x)
                 for x, bdim in zip(values, self.bdims, strict=True)
             )
             if isinstance(level, BatchLevel) and (by or self.batched):
@@ -271,7 +272,7 @@ class MappedFunction:
         """Batch all results with differentiable dtypes: see NOTE [results of a mapped function]."""
         for i in range(self.results):
             x = results[i]
-            if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
+            if self.out_dims[i] is None and is_differentiable(x):
                 every = x.expand(size, *x.shape)
                 # A tangent gets the strides of its result, which fails for an expanded one.
                 results[i] = every.clone() if can_carry_tangents() else every
@@ -395,11 +396,6 @@ def _wrapped(values: Sequence[Any], bdims: Sequence[Any], level: BatchLevel) -> 
 def _size(level: TracerLevel) -> Any:
     assert isinstance(level, BatchLevel)
     return level.batch_size
-
-
-def differentiable(x: torch.Tensor) -> bool:
-    """True if the dtype is floating point or complex."""
-    return x.is_floating_point() or x.is_complex()
 
 
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ _Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 def call(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator with arguments that have tangents at their level."""
     level = innermost_level(args)
-    positions = [position for position, arg in enumerate(args) if _is_differentiable(arg)]
+    positions = [position for position, arg in enumerate(args) if autograd.is_differentiable(arg)]
     rest = [None if position in positions else arg for position, arg in enumerate(args)]
     single = False
 
@@ -51,10 +51,6 @@ def call(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     outs = _apply(operator, [args[position] for position in positions], level)
     return outs[0] if single else tuple(outs)
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) -> Sequence[Tensor]:

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import ops, pytrees
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.ops.registry import Category
@@ -137,7 +138,7 @@ def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
     outs = call.run([x.value for x in values])
     varies = any(x.varies for x in values)
     results = [
-        _Value(out, call.pattern(i, out) if _is_differentiable(out) else None, varies)
+        _Value(out, call.pattern(i, out) if is_differentiable(out) else None, varies)
         for i, out in enumerate(outs if isinstance(outs, list | tuple) else [outs])
     ]
     return results if isinstance(outs, list | tuple) else results[0]
@@ -208,7 +209,7 @@ class _OperatorCall:
             return None  # the destinations depend on the inputs
 
         def numbers(j: int, x: _Value) -> Any:
-            if not _is_differentiable(x.value):
+            if not is_differentiable(x.value):
                 return x.value
             here = _numbers(x.value).double()
             return here + 1 if j == i else torch.zeros_like(here)
@@ -222,7 +223,7 @@ class _OperatorCall:
 
         def of_entries(entries: torch.Tensor) -> Any:
             def made(j: int, v: _Value) -> Any:
-                if not _is_differentiable(v.value):
+                if not is_differentiable(v.value):
                     return v.value
                 if j == i:
                     return entries
@@ -289,10 +290,6 @@ def _numbers_of(shape: Sequence[int]) -> torch.Tensor:
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
     return _numbers_of(x.shape)
-
-
-def _is_differentiable(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _known(x: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ import torch.fx
 from tsfunc.bridge.batch.recurrent_layers import LAYERS
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
 from tsfunc.bridge.control.retraced import value_of
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
 from tsfunc.bridge.trace.node_memory import base_node
@@ -524,8 +525,7 @@ def one_of(node: Any, dim: int | None) -> Any:
 
 
 def _is_real_or_complex(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(node, torch.fx.Node) and is_differentiable(node.meta.get("val"))
 
 
 def _itself(node: torch.fx.Node) -> torch.fx.Node:

@@ -16,8 +16,8 @@ from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
@@ -198,7 +198,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         tensors[i] = _arranged(as_traced(given[i], trace).clone())
     batched = _batched_layers(tensors)
     wanted = [
-        common([needed, batched if differentiable(leaf) else {}])
+        common([needed, batched if is_differentiable(leaf) else {}])
         if isinstance(leaf, torch.Tensor)
         else None
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
@@ -239,7 +239,7 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
     """
     layers: dict[int, Frame] = {}
     for x in tensors:
-        if differentiable(x):
+        if is_differentiable(x):
             layers |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
     return layers
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, current_trace
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.ops.dims import dense_strides, memory_order
@@ -214,7 +214,7 @@ def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, in
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
     strides = dense_strides(shape, memory_order(shape, type_.strides))
     made = placeholder(shape, type_.dtype, type_.device, strides)
-    return made.requires_grad_() if differentiable(made) else made
+    return made.requires_grad_() if is_differentiable(made) else made
 
 
 def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, ...]:

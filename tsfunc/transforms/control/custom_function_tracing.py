@@ -21,7 +21,8 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import FunctionContext, differentiable, has_setup, torch_jvp
+from tsfunc.bridge.grad.autograd import is_differentiable
+from tsfunc.bridge.grad.mapped_function import FunctionContext, has_setup, torch_jvp
 from tsfunc.bridge.grad.once_differentiable import is_marked
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.program.files.callees import CalleeGraph, CalleeWriter, TracedCallee
@@ -126,7 +127,7 @@ class _RuleCall:
 def _rule_call(callee: PythonCallee, values: Sequence[Any]) -> _RuleCall:
     call, sizes, *operands = callee.filled(values)
     call = replace(call)
-    call.perturbed = [differentiable(x) for x in operands]
+    call.perturbed = [is_differentiable(x) for x in operands]
     return _RuleCall(call, sizes, operands)
 
 
@@ -291,7 +292,7 @@ class Methods:
 
     def _needs(self, values: Values) -> list[bool]:
         args = self.callee.filled(values)
-        return [isinstance(x, torch.Tensor) and differentiable(x) for x in args]
+        return [is_differentiable(x) for x in args]
 
     def _forward(self, values: list[Any]) -> Values:
         cls, made, ctx = self.cls, self.made, FunctionContext(self._needs(values))

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.program.files.callees import CalleeGraph, PartType, TracedCallee, register_callee
 from tsfunc.program.files.operator_calls import TENSOR
@@ -210,7 +210,7 @@ class CustomAutogradFunction(TracedCallee):
         if self.dirty:
             ctx.mark_dirty(*(args[i] for i in self.dirty))
         inert = [x for j, x in enumerate(outputs[: self.results])
-                 if j in self.non_differentiable or not differentiable(x)]  # fmt: skip
+                 if j in self.non_differentiable or not is_differentiable(x)]  # fmt: skip
         ctx.mark_non_differentiable(*inert)
 
     def _pull(self, ctx: Any, *cotangents: Any) -> Any:

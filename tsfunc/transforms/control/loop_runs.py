@@ -11,7 +11,7 @@ import torch
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subsets import run_guarded
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -449,7 +449,7 @@ def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[
     given = DerivativeOperands.of(operands, count, len(wrt))
     tangents = dict(zip(wrt, given.derivatives, strict=True))
     carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
-    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    moved = [i for i, x in enumerate(carry) if is_differentiable(x)]
     outer = [i for i in wrt if i >= op.carried]
     chosen, outside = [*moved, *outer], [tangents[i] for i in outer]
 

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
@@ -188,7 +188,7 @@ def pull_back_through(
 
     xs = tuple(along) or None
     _, saved = scan(save, tuple(carry), xs, length, reverse)
-    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    moved = [i for i, x in enumerate(carry) if is_differentiable(x)]
     others = [i for i in wrt if i >= carried]
     outer = [i for i in others if i >= stop]
     stacked = {j: ct for j, ct in cotangents.items() if j >= carried}
@@ -222,7 +222,7 @@ def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     carried, stop = op.carried, op.carried + op.along
     carry, along, rest = given.inputs[:carried], given.inputs[carried:stop], given.inputs[stop:]
     tangents = dict(zip(wrt, given.derivatives, strict=True))
-    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    moved = [i for i, x in enumerate(carry) if is_differentiable(x)]
     scanned = [i for i in wrt if carried <= i < stop]
     outer = [i for i in wrt if i >= stop]
     (body,) = op.bodies
