@@ -13,7 +13,8 @@ NOTE [threads inside of a transform]
 A thread that is started inside of a transform does not have the transform's levels, but may use its
 values, which name their level. A level that the thread enters must then be inside of that level, so
 the first level of a thread is deeper than all levels that are active on other threads. This is
-harmless for independent threads; ``_DEEPEST_ELSEWHERE`` keeps the depths from adding up.
+harmless for independent threads. Threads that enter levels in turns would go ever deeper, so a
+first level is the outermost one if other threads are ``_DEEPEST_ELSEWHERE`` deep or more.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _no_sums(query: Tensor) -> Tensor:
 
 
 def _state(query: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return placeholders of the random state and of what is there for debugging."""
+    """Return placeholders of the random state and of the debugging results."""
     return tuple(query.new_zeros((), dtype=torch.int64) for _ in range(count))
 
 

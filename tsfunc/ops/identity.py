@@ -89,7 +89,7 @@ def copy(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
 
 def _aligned_source(source: Any, bdim: int | None, right: int) -> Any:
-    """Align what is copied. It is a number in ``x.copy_(2)``, which has the form of a tensor."""
+    """Align the source of the copy; a number, as in ``x.copy_(2)``, is left as it is."""
     return align_batch_dim(source, bdim, right) if isinstance(source, torch.Tensor) else source
 
 

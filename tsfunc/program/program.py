@@ -58,7 +58,7 @@ class Program(ProgramData):
         argument_paths: the path of each flattened argument, from the name of a parameter.
         trace_guards: those among the guards that are on other facts about its arguments than types
             and sizes.
-        looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
+        looks_at_grad: True if the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
         attributes: the attributes of tensors that the function has read, ``grad`` and the user's
             own, and the closed-over numbers that are inputs.

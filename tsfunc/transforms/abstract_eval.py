@@ -67,7 +67,7 @@ class AbstractTensor:
 
 
 def abstract_results(label: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Return a function's result with an `AbstractTensor` for each tensor, without computing it.
+    """Return a function's result with an ``AbstractTensor`` for each tensor, without computing it.
 
     Args:
         args, kwargs: the arguments of ``func``; a :class:`MetaTensorType` stands for a tensor.

@@ -204,7 +204,7 @@ class Specialized(Generic[_Params, _Result]):
         return f"specialize({spelled(self.func)})"
 
     def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function itself, because a trace could not record what its program does."""
+        """Call the function itself, because a trace could not record its program."""
         return self.func(*args, **kwargs)
 
     def _on_cache_miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ def _keys(collection: Any) -> tuple[Any, ...]:
 def _leaves(collection: Any, change: _Change) -> Iterator[tuple[Any, int | None]]:
     """Yield the tensors of a collection, each with the dim of the change.
 
-    The tensors of nested collections are included; the order is that of `_rebuilt`.
+    The tensors of nested collections are included; the order is that of ``_rebuilt``.
     """
     module = tensordict_module()
     collection = _inner(collection)

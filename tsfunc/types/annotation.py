@@ -1,7 +1,7 @@
 """Annotations: conversion of typing objects, classes and strings to types.
 
 A typing object in a descriptor is read here too: descriptors have all of the language's types, and
-literals, unions, and tuples of any length. `reading` reads the other descriptors.
+literals, unions, and tuples of any length. ``reading`` reads the other descriptors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Reading:
         return self.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
 
     def part(self, annotation: Any, step: str = "") -> TSType:
-        """Return the type of a part, which is a step further from `where`."""
+        """Return the type of a part, which is a step further from ``where``."""
         if self.descriptor is not None:
             return self.descriptor(annotation, self.where + step)
         return _read(annotation, self)
@@ -109,10 +109,10 @@ def from_annotation(
     """Return the type that an annotation stands for.
 
     Args:
-        annotation: a typing object of the old or the new style, a class, a `MetaTensorType`,
+        annotation: a typing object of the old or the new style, a class, a ``MetaTensorType``,
             a string, a forward reference, or a type itself.
         scope: the objects that names in strings refer to, such as the globals of the module.
-            Without a scope strings are parsed by `parse`.
+            Without a scope strings are parsed by ``parse``.
         where: the name of the annotation in error messages.
 
     Raises:
@@ -433,7 +433,7 @@ _known: weakref.WeakKeyDictionary[type, _Declared] = weakref.WeakKeyDictionary()
 
 
 def attribute_types(cls: type) -> Mapping[str, TSType]:
-    """Return the types of a class's annotated attributes; `Any` if the annotation is not a type.
+    """Return the types of a class's annotated attributes; ``Any`` if the annotation is not a type.
 
     An attribute is checked at its use, so an annotation that is not a type of the language does not
     prevent the use of other attributes.

@@ -1,13 +1,13 @@
 """The base class of types: every operation of the library on a type is a method.
 
-A new type is a subclass of `TSType` in ``single.py`` or ``containers.py``, and its name in
+A new type is a subclass of ``TSType`` in ``single.py`` or ``containers.py``, and its name in
 ``grammar.py``. Only the check and the order have no defaults. The functions that work on all types
 (``checker``, ``check_codegen``, ``lattice``, ``text`` and others) call these methods.
 
 NOTE [normal forms]
 Two types that are subtypes of each other are equal, so that types can be compared, hashed and
 printed. ``Optional`` therefore does not contain ``None``, ``Any`` or another ``Optional``:
-`optional` returns the normal form of such a spelling, and the constructor rejects it. Names of
+``optional`` returns the normal form of such a spelling, and the constructor rejects it. Names of
 sizes are an exception: ``f32[n]`` and ``f32[m]`` alone are equivalent.
 """
 
@@ -28,16 +28,16 @@ from tsfunc.types.values import Path
 
 
 class TSAllType(abc.ABC):
-    """A `TSType`, or the type of one module, which does not compose."""
+    """A ``TSType``, or the type of one module, which does not compose."""
 
     @abc.abstractmethod
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         """Add every mismatch between a value and this type to the context."""
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
-        """Add the code of a check that returns False if the variable `at` lacks this type.
+        """Add the code of a check that returns False if the variable ``at`` lacks this type.
 
-        Without code of its own, a type is checked by `check`.
+        Without code of its own, a type is checked by ``check``.
         """
         source.undecided(at, self, indent)
 
@@ -119,7 +119,7 @@ class TSType(TSAllType):
 
     @property
     def closed(self) -> bool:
-        """True if the generated code checks the parts; False if it leaves them to `check`."""
+        """True if the generated code checks the parts; False if it leaves them to ``check``."""
         return True
 
     @property
@@ -259,7 +259,7 @@ def only_part(name: str, parts: Sequence[TSType]) -> TSType:
 
 
 def require_types(composed: object, parts: Sequence[object]) -> None:
-    """Raise unless all parts are of `TSType`: not Python classes, and not a module's type."""
+    """Raise unless all parts are of ``TSType``: not Python classes, and not a module's type."""
     for child in parts:
         if isinstance(child, TSType):
             continue

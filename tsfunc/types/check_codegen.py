@@ -28,7 +28,7 @@ class Generated(Protocol):
     """A type, as far as generated code needs it."""
 
     def emit(self, at: str, source: CheckCode, indent: str, /) -> None:
-        """Add lines that return False if the variable `at` does not have the type."""
+        """Add lines that return False if the variable ``at`` does not have the type."""
 
 
 class Described(Generated, Protocol):
@@ -160,7 +160,7 @@ class CheckCode(abc.ABC):
         return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
 
     def function(self, name: str, parameters: str, result: str = "True") -> Fits:
-        """Compile the lines to a function, which returns `result` (an expression) on success."""
+        """Compile the lines to a function, which returns ``result`` (an expression) on success."""
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "call"
         start = [f"    {variable} = -1" for variable in self.sizes.values()]
         start += [f"    {variable} = None" for variable in self.seen]
@@ -178,7 +178,7 @@ class CheckCode(abc.ABC):
     def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
         """Add the lines of a type that generated code does not decide.
 
-        `cls` is the class of the values, if it alone decides in the descriptor of a call.
+        ``cls`` is the class of the values, if it alone decides in the descriptor of a call.
         """
 
     def field_names(self, at: str) -> str:
@@ -282,7 +282,7 @@ class CheckCode(abc.ABC):
 class _TypeSource(CheckCode):
     """Code for types.
 
-    `decide` returns a function for a type that generated code does not decide.
+    ``decide`` returns a function for a type that generated code does not decide.
     """
 
     def __init__(self, decide: Callable[[Any], Fits], taken: Container[str]) -> None:

@@ -1,7 +1,7 @@
 """The state of a check of values, and the parts of checks that types share.
 
 NOTE [one check, one report]
-A check does not stop at the first mismatch. It adds mismatches to a `CheckContext`, so that one
+A check does not stop at the first mismatch. It adds mismatches to a ``CheckContext``, so that one
 error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and this
 check runs only for a value that the code does not accept.
 """
@@ -105,7 +105,7 @@ class CheckContext(abc.ABC):
         return list(dict.fromkeys(failure.mismatch for failure in self._failures))
 
     def fail(self, path: Path, part: str, expected: object, got: str) -> None:
-        """Add a mismatch of the value at `path`, in its attribute or item `part`."""
+        """Add a mismatch of the value at ``path``, in its attribute or item ``part``."""
         mismatch = Mismatch(f"{path_text(path, self.roots)}{part}", str(expected), got)
         self._failures.append(Failure((len(path), bool(part)), mismatch))
 

@@ -33,11 +33,11 @@ def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]
 
     Args:
         value: any value.
-        type_: a type, or an annotation (see `from_annotation`).
+        type_: a type, or an annotation (see ``from_annotation``).
         name: the value's name in the paths.
 
     Raises:
-        AnnotationError: `type_` is not a type.
+        AnnotationError: ``type_`` is not a type.
 
     Example:
         >>> from tsfunc.types import parse
@@ -96,7 +96,7 @@ def leaves_names_open(type_: TSAllType) -> bool:
     """True if generated code can't compare the named sizes of a type.
 
     The code reads sizes in order. A computed size can come before its names, and the functions of
-    `decide` do not return the sizes that they have read.
+    ``decide`` do not return the sizes that they have read.
     """
     return any(
         isinstance(dim, DimExpr) or (behind and isinstance(dim, Dim))
@@ -105,9 +105,9 @@ def leaves_names_open(type_: TSAllType) -> bool:
 
 
 def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm, bool]]:
-    """Yield the sizes in a type, and True for sizes behind a type that needs `decide`.
+    """Yield the sizes in a type, and True for sizes behind a type that needs ``decide``.
 
-    `behind` are the enclosing classes, so that a class with itself as an attribute comes once.
+    ``behind`` are the enclosing classes, so that a class with itself as an attribute comes once.
     """
     if not isinstance(type_, TSType):
         return

@@ -67,10 +67,10 @@ class Bindings:
         return f"Bindings(sizes={dict(self.sizes)!r}, leaves={dict(self.leaves)!r})"
 
     def dims(self, path: Path) -> tuple[DimForm, ...] | None:
-        """Return the form of each dim of the tensor at `path`.
+        """Return the form of each dim of the tensor at ``path``.
 
-        An int is fixed, a `Dim` named, a `DimExpr` computed from named sizes, and None open. The
-        result is None if the rank is not described: all dims are open. If it has fewer entries
+        An int is fixed, a ``Dim`` named, a ``DimExpr`` computed from named sizes, and None open.
+        The result is None if the rank is not described: all dims are open. If it has fewer entries
         than the tensor has dims, they describe the last dims.
         """
         known = None if self._alternatives is None else self._alternatives(path)
@@ -85,7 +85,7 @@ class Bindings:
 
 @dataclass(frozen=True, eq=False)
 class CompiledDescriptors:
-    """Descriptors ready to check calls; `compile_descriptors` makes them.
+    """Descriptors ready to check calls; ``compile_descriptors`` makes them.
 
     Attributes:
         call: the function with its parameters, as error messages write it.
@@ -146,7 +146,7 @@ class CompiledDescriptors:
         return context
 
     def _alternatives(self, path: Path) -> set[MetaTensorType | None]:
-        """Return the metadata that can describe a tensor at `path`; None in it leaves it open."""
+        """Return the metadata that can describe a tensor at ``path``; None in it leaves it open."""
         if not path or path[0] not in self.descriptors:
             return set()
         return self.descriptors[path[0]].governing(path[1:])
@@ -167,7 +167,7 @@ def compile_descriptors(
     """Compile the descriptors of a function's parameters.
 
     Args:
-        descriptors: parameter name to descriptor; see `as_descriptor`. A parameter without a
+        descriptors: parameter name to descriptor; see ``as_descriptor``. A parameter without a
             descriptor is open.
         signature: the signature of the function.
         name: the name of the function, for error messages.

@@ -158,7 +158,7 @@ class TSTuple(_FixedTuple):
 @folded_class
 @dataclass(frozen=True)
 class TSNamedTuple(_FixedTuple):
-    """``namedtuple(a: X, b: Y)``: like `TSTuple`, with a name for each element.
+    """``namedtuple(a: X, b: Y)``: like ``TSTuple``, with a name for each element.
 
     It is structural: the class of a named tuple does not matter.
     """
@@ -336,7 +336,7 @@ def may_be_key(key: TSType) -> bool:
 @folded_class
 @dataclass(frozen=True, eq=False)
 class TSPytree(_Container):
-    """A container with exactly these children; a tuple is a `TSTuple` instead.
+    """A container with exactly these children; a tuple is a ``TSTuple`` instead.
 
     Args:
         kind: ``list``, ``dict``, or another container class of optree.

@@ -1,7 +1,7 @@
 """Types where control flow joins: the branches of a condition, and the carry of a loop.
 
 A variable keeps its type. After a condition its type is the join of its types in the branches,
-which must not be `Any`. The carry of a loop has the same type in every iteration.
+which must not be ``Any``. The carry of a loop has the same type in every iteration.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def join_branches(
             not join with tensors of other metadata.
 
     Raises:
-        TypeCheckError: the only common type of the branches is `Any`, or, if `exact`, their types
-            differ. The message has the type of each branch, and each path at which they differ.
+        TypeCheckError: the only common type of the branches is ``Any``, or, if ``exact``, their
+            types differ. The message has the type of each branch, and each path at which they
+            differ.
 
     Example:
         >>> from tsfunc.types import parse

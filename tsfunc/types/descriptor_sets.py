@@ -1,4 +1,4 @@
-"""`Descriptors`: the descriptors of a function's parameters, as one value.
+"""``Descriptors``: the descriptors of a function's parameters, as one value.
 
 They can be inferred from examples, widened by further examples, joined, compared, split into
 narrower ones, printed, and parsed.
@@ -30,10 +30,10 @@ from tsfunc.user_code import folded_class, folding
 
 @folded_class
 class Descriptors(Mapping[str, Descriptor]):
-    """The descriptors of a function's parameters, which `specialize` accepts like a dict.
+    """The descriptors of a function's parameters, which ``specialize`` accepts like a dict.
 
     Args:
-        described: parameter name to descriptor, as for `specialize`.
+        described: parameter name to descriptor, as for ``specialize``.
 
     Raises:
         DescriptorError: a key can't be the name of a parameter, or a descriptor is malformed.
@@ -94,7 +94,7 @@ class Descriptors(Mapping[str, Descriptor]):
         Args:
             text: one ``name: descriptor`` per line, or several separated by commas.
             scope: the objects that the names of classes in the text refer to, see
-                `tsfunc.types.parse`.
+                ``tsfunc.types.parse``.
 
         Raises:
             DescriptorError: the text is not a list of descriptors, or names a parameter twice.
@@ -166,7 +166,7 @@ class Descriptors(Mapping[str, Descriptor]):
 
         Args:
             alternatives: by the name of a parameter its narrower descriptors or values; by the
-                name of a size its sizes, which can be `Dim` with bounds. Several names give all
+                name of a size its sizes, which can be ``Dim`` with bounds. Several names give all
                 combinations.
 
         Raises:

@@ -1,6 +1,6 @@
 """The sizes in a shape: a number, a name, an expression, or nothing.
 
-`parse_dim` converts a size as a user writes it (``DimSpec``) to one of four forms (``DimForm``),
+``parse_dim`` converts a size as a user writes it (``DimSpec``) to one of four forms (``DimForm``),
 which all later stages match on::
 
     3, Dim("n", min=2), DimExpr("2 * n + 1"), None
@@ -34,8 +34,8 @@ class Dim:
         multiple_of: a number that divides every size, or None.
         one_of: the only allowed sizes, or None.
 
-    The bounds are normalized: `min` and `max` are allowed sizes, and `one_of` has only sizes that
-    the other bounds allow.
+    The bounds are normalized: ``min`` and ``max`` are allowed sizes, and ``one_of`` has only sizes
+    that the other bounds allow.
 
     Raises:
         DescriptorError: the name is not an identifier, a bound is not a non-negative int, or no
@@ -126,7 +126,7 @@ class Dim:
         )
 
     def admits_all(self, other: Dim) -> bool:
-        """True if this dim allows every size that `other` allows."""
+        """True if this dim allows every size that ``other`` allows."""
         if other.one_of is not None:
             return all(map(self.admits, other.one_of))
         if other.max is not None and other.max - (other.min or 0) <= _FEW * (
@@ -242,7 +242,7 @@ def parse_dim(spec: object) -> DimForm:
     """Return the form of a dim as written in a shape.
 
     Args:
-        spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a `Dim`; or None for
+        spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a ``Dim``; or None for
             an unknown size.
 
     Raises:
@@ -265,7 +265,7 @@ def parse_dim(spec: object) -> DimForm:
 
 
 def spell_dim(form: DimForm) -> DimSpec:
-    """Return the shortest spelling of a dim that `parse_dim` converts back."""
+    """Return the shortest spelling of a dim that ``parse_dim`` converts back."""
     if isinstance(form, DimExpr):
         return form.text
     if isinstance(form, Dim):
@@ -287,7 +287,7 @@ LARGEST = 2**63 - 1
 
 
 def _simplify(expression: DimExpr) -> DimForm:
-    """Return the form of an expression: an int without names, a `Dim` for a single name."""
+    """Return the form of an expression: an int without names, a ``Dim`` for a single name."""
     if is_dim_name(expression.text):
         return Dim(expression.text)
     if expression.names:

@@ -10,7 +10,7 @@ and additional types for descriptors of a call::
     TSCallType       = Value | TSUnion | TSTupleOf | TSPytree | TSFields
     TSInstanceClass  = TSModuleType
 
-A descriptor is a type in the form that `as_descriptor` returns: it has a `TSUnion` in place of
+A descriptor is a type in the form that ``as_descriptor`` returns: it has a ``TSUnion`` in place of
 ``Optional``, and dataclasses and named tuples are expanded to their fields.
 
 A class has all that belongs to its type (``base``): its text, its parts, its check, its code and

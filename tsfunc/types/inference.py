@@ -40,7 +40,7 @@ def of_value(value: Any, *, describe: bool = False) -> TSAllType:
     Args:
         value: any value. A tensor of any class is a ``Tensor``. A list or dict has the common type
             of its elements, which are tensors if it is empty. A module has a separate type, a
-            `TSModuleType`. The type of any other object is its class.
+            ``TSModuleType``. The type of any other object is its class.
         describe: True to describe tensors in full, including their sizes.
 
     Raises:
@@ -122,7 +122,7 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
 
 
 def _held(future: Any, tensor: _DESCRIBED) -> TSType:
-    """Return the type of a future's value; `Any` if the future is not done."""
+    """Return the type of a future's value; ``Any`` if the future is not done."""
     if not future.done():
         return ANY
     try:
@@ -164,9 +164,9 @@ def schema_of(instance: Any) -> dict[str, TSAllType]:
 
 
 def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
-    """Return `schema_of` an instance.
+    """Return ``schema_of`` an instance.
 
-    Objects in `inside`, which contain the instance, are described only by their class.
+    Objects in ``inside``, which contain the instance, are described only by their class.
     """
     inside = (*inside, instance)
     types_: dict[str, TSAllType] = {}

@@ -3,7 +3,7 @@
 NOTE [the order of types]
 ``a`` is a subtype of ``b`` if every value of type ``a`` is allowed where a ``b`` is expected.
 
-- `Any` is above all types. A union is above each of its alternatives; ``Optional[X]`` is
+- ``Any`` is above all types. A union is above each of its alternatives; ``Optional[X]`` is
   ``X | None``.
 - Numbers do not convert: ``bool``, ``int`` and ``float`` are unrelated. ``float`` is below
   ``double``, the type of Python's floats.
@@ -15,11 +15,11 @@ NOTE [the order of types]
   ``List[Tensor]``.
 - A container with exactly these children is below one of any number: ``[X, X]`` below ``List[X]``.
 - A class is below its base classes, so an interface is above the classes derived from it. A class
-  that only has the methods of an interface can be passed as one (see `check`).
+  that only has the methods of an interface can be passed as one (see ``check``).
 - The type of a module is below its class.
 
 Two classes with several common bases, none of which is derived from all others, have no least type
-above both; their join is `Any`. In every other case `join` is the least upper bound.
+above both; their join is ``Any``. In every other case ``join`` is the least upper bound.
 
 NOTE [the order of descriptors]
 ``d <= e`` if every call that fits the descriptors ``d`` fits ``e``. This is the order of types on
@@ -44,7 +44,7 @@ and written unions; the names in them can differ. No useful join guarantees more
 - Bounds. The sizes 3 and 4 fit ``n>=2``, so ``n>=2`` is its own join with either. The join of 3 and
   4 alone is any size, and so is the join of that with ``n>=2``.
 - Expressions. ``[2, 4]`` and ``[3, 9]`` fit ``[n, n**2]`` and ``[n, 5*n-6]``: neither is the least.
-- Unions. ``int | str`` is above 3 and ``"a"``, but their join is `Any`.
+- Unions. ``int | str`` is above 3 and ``"a"``, but their join is ``Any``.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 
-    It is the type of a value of either type, as after the branches of a condition. It is `Any` if
-    no other type is above both. Nothing can be computed with `Any`; `join_branches` raises an
+    It is the type of a value of either type, as after the branches of a condition. It is ``Any`` if
+    no other type is above both. Nothing can be computed with ``Any``; ``join_branches`` raises an
     error then.
 
     Example:
@@ -170,7 +170,7 @@ def join_pairs(pairs: Sequence[tuple[TSType, TSType]]) -> list[TSType]:
 def join_parts(left: TSType, right: TSType) -> TSType:
     """Return the least type above the types of two parts of one value.
 
-    Unlike `join` it makes no names of sizes: a name states that sizes are equal within a value,
+    Unlike ``join`` it makes no names of sizes: a name states that sizes are equal within a value,
     but the parts of one value have both sizes.
 
     Example:

@@ -1,4 +1,4 @@
-"""`MetaTensorType`: the metadata of a tensor argument."""
+"""``MetaTensorType``: the metadata of a tensor argument."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MetaTensorType:
     Args:
         dtype: a ``torch.dtype``, or ``float``, ``int``, ``bool`` or ``complex``, with the meaning
             that torch's factories give them (``float`` is ``torch.float64``).
-        rank: the number of dims; it must agree with `shape`, and follows from it.
-        shape: one entry per dim: a size, a name (``"n"``), an expression (``"2*n+1"``), a `Dim`
+        rank: the number of dims; it must agree with ``shape``, and follows from it.
+        shape: one entry per dim: a size, a name (``"n"``), an expression (``"2*n+1"``), a ``Dim``
             with bounds, or None for an unknown size. ``...`` (or ``"..."``) as the first entry
             stands for any number of dims before the others.
         device: a ``torch.device`` or its name; ``"cuda"`` stands for every CUDA device.
@@ -104,7 +104,7 @@ class MetaTensorType:
         """Return the metadata of a tensor, each size a number.
 
         Raises:
-            DescriptorError: `tensor` is not a tensor.
+            DescriptorError: ``tensor`` is not a tensor.
 
         Example:
             >>> print(MetaTensorType.of(torch.zeros(2, 3)))
@@ -141,7 +141,7 @@ class MetaTensorType:
             raise AnnotationError(f"{text!r} does not describe a tensor: {error}") from None
 
     def __le__(self, other: object) -> bool:
-        """True if `other` describes every tensor that this describes.
+        """True if ``other`` describes every tensor that this describes.
 
         Example:
             >>> MetaTensorType([3, 3]) <= MetaTensorType(["n", "n"]) <= MetaTensorType(rank=2)
@@ -187,7 +187,7 @@ class MetaTensorType:
         return join_descriptions(self, other, sizes.size)
 
     def widen(self, example: torch.Tensor) -> MetaTensorType:
-        """Return the least metadata that describes all tensors of this one, and `example`.
+        """Return the least metadata that describes all tensors of this one, and ``example``.
 
         Example:
             >>> print(MetaTensorType.of(torch.ones(3)).widen(torch.ones(5, dtype=torch.float64)))
@@ -200,7 +200,7 @@ class MetaTensorType:
 
         Args:
             alternatives: by the name of an attribute its values (``dtype=[...]``), or by the name
-                of a size its sizes, which can be `Dim` with bounds. Several names give all
+                of a size its sizes, which can be ``Dim`` with bounds. Several names give all
                 combinations.
 
         Raises:
@@ -224,7 +224,7 @@ class MetaTensorType:
     def dims(self) -> tuple[DimForm, ...] | None:
         """The form of each dim of the shape; None if the rank is unknown.
 
-        An int is fixed, a `Dim` named, a `DimExpr` computed from named sizes, None open.
+        An int is fixed, a ``Dim`` named, a ``DimExpr`` computed from named sizes, None open.
         """
         return None if self.shape is None or ... in self.shape else _forms(self.shape)
 
@@ -339,7 +339,7 @@ def on_device(got: torch.device, expected: torch.device) -> bool:
 
 
 def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
-    """True if every property in `wider` follows from `narrower`."""
+    """True if every property in ``wider`` follows from ``narrower``."""
     for name in _EXACT:
         known = getattr(wider, name)
         if known is not None and getattr(narrower, name) != known:

@@ -1,4 +1,4 @@
-"""The arguments of `MetaTensorType`, checked and normalized."""
+"""The arguments of ``MetaTensorType``, checked and normalized."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
 
 
 def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the normalized attributes of `MetaTensorType`.
+    """Return the normalized attributes of ``MetaTensorType``.
 
     Raises:
         DescriptorError: an argument could not describe any tensor.

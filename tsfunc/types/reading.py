@@ -60,7 +60,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     """Return the descriptor that a user's object stands for.
 
     Args:
-        written: a `MetaTensorType`; a class or typing object; a container (any pytree node) of
+        written: a ``MetaTensorType``; a class or typing object; a container (any pytree node) of
             descriptors; or any other Python value, which the argument must then equal.
         where: the path of the descriptor in error messages.
 
@@ -91,7 +91,7 @@ def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> De
 
     Args:
         text: a descriptor as returned by ``str``.
-        scope: the objects that the names of classes in the text refer to, see `parse`.
+        scope: the objects that the names of classes in the text refer to, see ``parse``.
 
     Raises:
         AnnotationError: the text is not a descriptor.
@@ -155,7 +155,7 @@ def _from_value(value: Any, where: str) -> Descriptor:
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
     """Return a type as a descriptor.
 
-    `inside` are the enclosing classes, which are not expanded again.
+    ``inside`` are the enclosing classes, which are not expanded again.
     """
     match type_:
         case TSPrimitiveType("double"):
@@ -218,7 +218,7 @@ def _from_class(cls: type, where: str, inside: tuple[type, ...] = ()) -> Descrip
 def _annotated(
     cls: type, names: tuple[str, ...], inside: tuple[type, ...]
 ) -> tuple[Descriptor, ...]:
-    """Return the types of some attributes of a class; `Any` for one without annotation."""
+    """Return the types of some attributes of a class; ``Any`` for one without annotation."""
     types_, inside = attribute_types(cls), (*inside, cls)
     return tuple(_from_type(types_.get(name, ANY), inside) for name in names)
 

@@ -50,7 +50,7 @@ _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 @folded_class
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The types of a function's parameters and of its result; `signature` makes it.
+    """The types of a function's parameters and of its result; ``signature`` makes it.
 
     Attributes:
         name: the name of the function.
@@ -108,7 +108,7 @@ def signature(func: Any) -> Signature:
 
     A parameter has the type of its annotation. Without an annotation, it has the type of its
     default value (an optional tensor for None). Without either it is a Tensor. If the default is
-    None, None is allowed regardless of the annotation. `self` has the type of its class and must
+    None, None is allowed regardless of the annotation. ``self`` has the type of its class and must
     not be annotated.
 
     Args:
@@ -116,7 +116,7 @@ def signature(func: Any) -> Signature:
             callable.
 
     Raises:
-        AnnotationError: an annotation is not a type, or `self` has one.
+        AnnotationError: an annotation is not a type, or ``self`` has one.
 
     Example:
         >>> def f(x, n: int, scale=1.0, mask=None) -> torch.Tensor: ...
@@ -197,12 +197,12 @@ def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resol
         of: the value's name, for error messages.
 
     Returns:
-        The type of a data attribute, or the `Signature` of a method. The signature of a method in C
-        accepts any arguments.
+        The type of a data attribute, or the ``Signature`` of a method. The signature of a method in
+        C accepts any arguments.
 
     Raises:
         TypeCheckError: values of this type lack the attribute, can be None, or have an unknown type
-            (`Any`).
+            (``Any``).
 
     Example:
         >>> from tsfunc.types import parse

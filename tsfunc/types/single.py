@@ -79,7 +79,7 @@ class Value(TSType):
     """A single value, also one that would otherwise be a descriptor (a class, a container).
 
     Args:
-        value: the value that the argument must equal; see `same_value`.
+        value: the value that the argument must equal; see ``same_value``.
 
     Two are equal if their values are equal, including types: 1, 1.0 and True differ. Tensors are
     equal if their metadata and elements are equal, and neither requires grad.
@@ -135,7 +135,7 @@ class Value(TSType):
 
 @dataclass(frozen=True)
 class TSTensor(TSType):
-    """``Tensor`` or a class derived from it; `meta` has the known metadata."""
+    """``Tensor`` or a class derived from it; ``meta`` has the known metadata."""
 
     cls: type[torch.Tensor] = torch.Tensor
     meta: MetaTensorType = MetaTensorType()  # noqa: RUF009  frozen
@@ -224,7 +224,7 @@ class TSBuiltinClass(_TSClass):
 
 @dataclass(frozen=True)
 class TSCustomClass(_TSClass):
-    """Any other class. Its attributes are checked at their use (see `attribute_type`)."""
+    """Any other class. Its attributes are checked at their use (see ``attribute_type``)."""
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
         # Only for a class without fields and without a custom metaclass does isinstance decide.
@@ -264,8 +264,8 @@ class TSModuleInterface(TSType):
 class TSModuleType(TSAllType):
     """The type of one ``nn.Module`` instance; instances of one class can have different types.
 
-    It is not a `TSType`: it can't be written as an annotation, and does not compose. If a type is
-    needed, the type of a module is its class, a `TSCustomClass`.
+    It is not a ``TSType``: it can't be written as an annotation, and does not compose. If a type is
+    needed, the type of a module is its class, a ``TSCustomClass``.
     """
 
     cls: type

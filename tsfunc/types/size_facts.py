@@ -32,7 +32,7 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
         variables: name to its variable in the code.
 
     Raises:
-        DescriptorError: the text is not such a fact, or has a name that is not in `variables`.
+        DescriptorError: the text is not such a fact, or has a name that is not in ``variables``.
 
     Example:
         >>> fact_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})

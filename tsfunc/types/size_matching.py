@@ -31,7 +31,7 @@ SideForm: TypeAlias = DimForm | Absent
 
 
 def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
-    """Return each name with all of its bounds in `dims`."""
+    """Return each name with all of its bounds in ``dims``."""
     bounds: dict[str, Dim] = {}
     for dim in dims:
         if isinstance(dim, Dim):
@@ -130,10 +130,10 @@ class Generalization:
     """The common sizes of two types.
 
     A pair of sizes that occurs at several paths is the same size there, and gets one name. All
-    pairs are first counted by `count`; `size` then returns the generalized size of a pair. A pair
-    that occurs once is open, or named too with `always_named`. An expression is kept if it has the
-    names of pairs and holds on both sides. Bounds are kept if they hold on both sides; numbers do
-    not become bounds.
+    pairs are first counted by ``count``; ``size`` then returns the generalized size of a pair. A
+    pair that occurs once is open, or named too with ``always_named``. An expression is kept if it
+    has the names of pairs and holds on both sides. Bounds are kept if they hold on both sides;
+    numbers do not become bounds.
 
     Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
     """
@@ -150,7 +150,7 @@ class Generalization:
         self._names: dict[tuple[SideForm, SideForm], str] = {}
 
     def count(self, left: SideForm, right: SideForm) -> None:
-        """Count a pair; `ABSENT` stands for the size of a tensor that one side does not have."""
+        """Count a pair; ``ABSENT`` stands for the size of a tensor that one side does not have."""
         if left is ABSENT or right is ABSENT:
             side = int(left is ABSENT)
             size = (left, right)[side]
@@ -234,7 +234,7 @@ class Generalization:
         return DimExpr(min(texts, key=lambda text: (len(text), text))) if texts else None
 
     def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
-        """Yield one side's expression in names of pairs if it equals `other` on the other side."""
+        """Yield one side's expression in names of pairs if it equals the other side's ``other``."""
         pairs = [
             [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
             for name in expression.names

@@ -1,8 +1,8 @@
 """Sizes that are computed from named sizes: expressions, and their normal form.
 
-Every expression is first converted to plain data: the text of a `DimExpr`, an expression in a file,
-and an expression of sympy's (``bridge/sizes/expressions.py``). `fold_form` computes with it: the
-size for given sizes, torch's symbolic size, and the normal form.
+Every expression is first converted to plain data: the text of a ``DimExpr``, an expression in a
+file, and an expression of sympy's (``bridge/sizes/expressions.py``). ``fold_form`` computes with
+it: the size for given sizes, torch's symbolic size, and the normal form.
 
     DimExpr("2*n + 1")                             text, printed as it was written
     ["+", ["*", 2, "n"], 1]                        plain data
@@ -40,7 +40,7 @@ Range: TypeAlias = tuple[int, "int | None"]
 
 
 def is_dim_name(name: object) -> bool:
-    """True if `name` can name a dim: a Python identifier that is not a keyword."""
+    """True if ``name`` can name a dim: a Python identifier that is not a keyword."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
@@ -135,7 +135,7 @@ class SizeSum:
 
     @staticmethod
     def of_form(form: Any) -> SizeSum:
-        """Return the sum of an expression as plain data; see `fold_form`."""
+        """Return the sum of an expression as plain data; see ``fold_form``."""
         return fold_form(form, SizeSum._of_leaf, _ON_SUMS)
 
     @staticmethod
@@ -260,7 +260,7 @@ class SizeSum:
         return total
 
     def most(self, ranges: Mapping[str, Range]) -> float:
-        """Return an upper bound of the sum, inf if none is found; `ranges` are as for `least`."""
+        """Return an upper bound of the sum, or inf; ``ranges`` are as for ``least``."""
         return -(-self).least(ranges)
 
     def substitute(self, meaning: Mapping[str, SizeSum]) -> SizeSum:
@@ -395,7 +395,7 @@ class DimExpr:
         """Return the size for given sizes of the names; it can be negative.
 
         Raises:
-            KeyError: a name is not among `sizes`.
+            KeyError: a name is not among ``sizes``.
             ZeroDivisionError: a divisor is zero.
         """
         return _value_of(_parse(self.text).form, sizes)
@@ -502,7 +502,7 @@ def _parse(text: str) -> _Expression:
 
 
 def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
-    """Return `node` as plain data; add the names in `node` to `names`."""
+    """Return ``node`` as plain data; add the names in ``node`` to ``names``."""
     match node:
         case ast.Constant(value=int(value)) if is_int(value):
             return value

@@ -11,7 +11,7 @@ Descriptors have these terms too::
 
     Tuple[X, ...]   Literal[3]   [X, Y]   {'key': X}   module.Class(field: X)
 
-Other names refer to classes: see `tsfunc.types.values`.
+Other names refer to classes: see ``tsfunc.types.values``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_type(
     """Return the type that a text describes.
 
     Args:
-        scope: see `tsfunc.types.parse`.
+        scope: see ``tsfunc.types.parse``.
         resolve: returns the type of the object that a name refers to.
         of_call: the same for a descriptor; if given, the text is parsed as a descriptor.
 
@@ -79,7 +79,7 @@ def read_type(
 
 
 class _Reader:
-    """A text and the position up to which it has been parsed; see `read_type`."""
+    """A text and the position up to which it has been parsed; see ``read_type``."""
 
     def __init__(
         self, text: str, scope: Mapping[str, object], resolve: Resolve, of_call: Resolve | None

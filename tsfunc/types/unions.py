@@ -53,7 +53,7 @@ class _Union(ComposedType):
 @folded_class
 @dataclass(frozen=True)
 class TSOptional(_Union):
-    """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` accepts any type."""
+    """``Optional[X]``: X or None. See NOTE [normal forms]; ``optional`` accepts any type."""
 
     words: ClassVar = ("Optional",)
     spelling: ClassVar = "Optional[X]"
@@ -115,7 +115,7 @@ class TSUnion(_Union):
 
 @folding()
 def optional(element: TSType) -> TSType:
-    """Return the type of values of type `element` or None, in its normal form.
+    """Return the type of values of type ``element`` or None, in its normal form.
 
     Example:
         >>> from tsfunc.types import ANY, INT, NONE

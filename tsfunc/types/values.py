@@ -34,7 +34,7 @@ _LONGEST_REPR = 80
 
 
 def same_value(expected: object, got: object) -> bool:
-    """True if a program with the constant `expected` is right for `got`.
+    """True if a program with the constant ``expected`` is right for ``got``.
 
     The comparison is stricter than ``==``. The types must agree too (``1``, ``1.0`` and ``True``
     give different dtypes), ``0.0`` differs from ``-0.0``, and NaN equals NaN. Tensors are equal if
@@ -182,7 +182,7 @@ def path_text(path: Path, roots: Mapping[str, object]) -> str:
 
 
 class PathTexts:
-    """The texts of paths that begin at the same roots, as `path_text` returns them.
+    """The texts of paths that begin at the same roots, as ``path_text`` returns them.
 
     Each container is flattened once for all paths, and the last entry of a path is not looked up:
     the texts of all leaves of a tree take time in proportion to their number.
@@ -243,7 +243,7 @@ def field_names(value: object) -> tuple[str, ...] | None:
 
 
 def names_of_class(cls: type) -> tuple[str, ...] | None:
-    """Return `field_names` of the instances of a class."""
+    """Return ``field_names`` of the instances of a class."""
     if optree.is_namedtuple_class(cls):
         return tuple(optree.namedtuple_fields(cls))
     if optree.is_structseq_class(cls):  # torch.return_types
@@ -321,7 +321,7 @@ _lock = threading.Lock()
 
 
 def class_name(cls: type) -> str:
-    """Return the name by which `find` finds the class.
+    """Return the name by which ``find`` finds the class.
 
     Example:
         >>> class_name(torch.nn.Linear), class_name(complex)
@@ -354,7 +354,7 @@ def find(name: str, scope: Mapping[str, object]) -> Any:
     """Return the object that a dotted name refers to, or None.
 
     Args:
-        name: a name from `class_name`, or a name as written in code that sees `scope`.
+        name: a name from ``class_name``, or a name as written in code that sees ``scope``.
         scope: names that take precedence.
 
     Nothing is imported: a class in a module that is not imported is not found.
@@ -464,7 +464,7 @@ def plain_name(name: object) -> str:
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """Return the arguments of `MetaTensorType` for the text of a tensor.
+    """Return the arguments of ``MetaTensorType`` for the text of a tensor.
 
     Raises:
         AnnotationError: the text does not describe a tensor.
@@ -478,7 +478,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def tensor_fields(kind: str, dims: str, words: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of `MetaTensorType` for the parts of a tensor's text.
+    """Return the arguments of ``MetaTensorType`` for the parts of a tensor's text.
 
     Args:
         dims: the text between the brackets.

@@ -109,7 +109,7 @@ class _Call:
 
 
 def _depends_on(result: TracedResult, level: TracerLevel, trace: TraceLevel) -> bool:
-    """True if a result can depend on what a level differentiates by: it is one of its tracers."""
+    """True if a result can depend on the variables of a level: it is one of the level's tracers."""
     own = any(frame.level.depth == level.depth for frame in result.stack.frames)
     return is_differentiable(result.value) and (own or level.depth <= trace.depth)
 

@@ -206,7 +206,7 @@ def is_made_inside(tensor: torch.Tensor, level: BatchLevel) -> bool:
 
 
 def _memory(value: Any) -> Any:
-    """Return what two tensors that share memory have in common."""
+    """Return the key that tensors with shared memory have in common."""
     inner = innermost_value(value, BatchTracer | GradTracer)
     if isinstance(inner, TraceTracer):
         return base_node(inner.node)

@@ -167,7 +167,7 @@ def _is_input(value: Any) -> bool:
 
 
 def memory_in_trace(tensor: torch.Tensor) -> Any:
-    """Return what two tensors that share memory in a trace have in common."""
+    """Return the key that traced tensors with shared memory have in common."""
     inner, _ = unwrap_all(tensor)
     return inner.base_identity() if isinstance(inner, TraceTracer) else id(inner)
 

@@ -100,7 +100,7 @@ def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bool]]:
-    """Yield operators, what replaces them (None: NOTE [tangents by pullbacks]), and when.
+    """Yield operators, their replacements (None: NOTE [tangents by pullbacks]), and conditions.
 
     The last item is True if one derivative without forward mode never meets the condition.
     """
@@ -143,7 +143,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
 def _joined(
     tables: Sequence[tuple[Mapping[str, _Decomposition | None], _Condition, bool]],
 ) -> dict[str, tuple[_Decomposition | None, list[_Condition], bool]]:
-    """Return what replaces each operator of the tables, and all conditions for it."""
+    """Return the replacement of each operator of the tables, and all conditions for it."""
     joined: dict[str, tuple[_Decomposition | None, list[_Condition], bool]] = {}
     for table, applies, skipped in tables:
         for name, decomposition in table.items():
@@ -172,7 +172,7 @@ def _inplace_name(name: str) -> str:
 
 
 def _write(decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Write what the decomposition of an operator returns into its first argument."""
+    """Write the result of an operator's decomposition into its first argument."""
     # Autograd saves the argument of the decomposition, which the write must not change.
     out = decomposition(x.clone(), *args, **kwargs)
     return out if out is NotImplemented else x.copy_(out)

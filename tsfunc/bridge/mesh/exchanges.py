@@ -143,7 +143,7 @@ def _as_sendable(x: Tensor) -> Tensor:
 
 
 def _from_received(x: Tensor, like: Tensor) -> Tensor:
-    """Return what :func:`_as_sendable` made of a tensor like ``like``, in its dtype."""
+    """Undo :func:`_as_sendable` for a tensor like ``like``, in its dtype."""
     if like.is_complex():
         return torch.view_as_complex(x)
     return x.view(torch.bool) if like.dtype is torch.bool else x

@@ -99,7 +99,7 @@ def _extent(form: Any) -> tuple[int, int, int]:
 
 
 def form_of_expr(expr: Any, names: Mapping[Any, Any]) -> Any:
-    """Return an expression of sympy's as plain data, see `form_of_size`."""
+    """Return an expression of sympy's as plain data, see ``form_of_size``."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_symbol:
@@ -149,7 +149,7 @@ RECORDED_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def python_text(expr: Any) -> str:
-    """Return an expression as text for people: as in `code_text`, with fewer parentheses."""
+    """Return an expression as text for people: as in ``code_text``, with fewer parentheses."""
     from sympy import And, Not, Or
     from sympy.core.relational import Relational
 

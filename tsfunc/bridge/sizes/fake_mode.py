@@ -96,7 +96,7 @@ class LazyFakeMode(FakeTensorMode):
 
     Attributes:
         shape_env: torch's environment of symbolic sizes, or None.
-        static_shapes: whether tensors from outside get fixed sizes.
+        static_shapes: True if tensors from outside get fixed sizes.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class LazyFakeMode(FakeTensorMode):
         self.allow_meta = config.fake_tensor_allow_meta
 
     def set_up(self) -> None:
-        """Become a FakeTensorMode, and import what it needs.
+        """Become a FakeTensorMode, and import its modules.
 
         The class changes, because torch finds the rules of a mode by its class.
         """
@@ -183,7 +183,7 @@ def new_fake_input(
 
     Args:
         shape, strides, dtype, device, layout: its metadata; strides are for strided tensors.
-        requires_grad: whether it requires grad, if its dtype can.
+        requires_grad: True if it requires grad; ignored if its dtype has no derivative.
     """
     with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
         made = new_fake(fake, shape, strides, dtype, device, layout)
@@ -429,7 +429,7 @@ def scaled_down(call: Any, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs: its arguments, with strided tensors of fixed sizes on the CPU.
 
     Returns:
-        A `Metadata` for each new tensor, an argument for a result that is an argument, in the
+        A ``Metadata`` for each new tensor, an argument for a result that is an argument, in the
         structure of the results; NotImplemented if the operator is not served.
     """
     names = _arguments(call)

@@ -102,7 +102,7 @@ def results_of(
 
     Args:
         name: the name of the operator, which may have a rule in ``shape_rules``.
-        writes: whether the operator writes to an argument.
+        writes: True if the operator writes to an argument.
     """
     env = fake.shape_env
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most

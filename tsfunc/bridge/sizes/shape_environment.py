@@ -42,8 +42,8 @@ def environment_class() -> Any:
 
         Attributes:
             symbols: the owner, which writes assertions into the program.
-            guard_origins: for each guard the line, whether it is required as it was tested (as the
-                conditions of user code are), and whether the function raises otherwise.
+            guard_origins: for each guard the line, True if it is required as it was tested (as the
+                conditions of user code are), and True if the function raises otherwise.
             kept: its methods that cache their results.
             reasons: for a line, why this package needs a size as a number there.
             counts: True while an operator computes its number of results, which must stay the same.

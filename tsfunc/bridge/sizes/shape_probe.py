@@ -62,7 +62,7 @@ class ShapeProbe:
         """Add guards for the needed equalities to the trace.
 
         Args:
-            multiples: whether to include equalities that make a size a multiple of a number.
+            multiples: True to include equalities that make a size a multiple of a number.
         """
         for fact in self.needed:
             if multiples or not is_multiple(fact):

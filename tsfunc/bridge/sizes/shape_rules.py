@@ -39,7 +39,7 @@ def shape_rule(
     """Return a decorator that registers a rule for some aten operators.
 
     Args:
-        fixed: whether the rule comes before torch's kernel for fixed sizes too.
+        fixed: True if the rule comes before torch's kernel for fixed sizes too.
     """
 
     def registered(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ class Condition(NamedTuple):
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.
-        of_closure: whether it is on a number that the function reads from outside.
+        of_closure: True if it is on a number that the function reads from outside.
     """
 
     code: str
@@ -402,7 +402,7 @@ class Symbols:
         return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
 
     def explained(self, error: Exception) -> tuple[str, bool]:
-        """Return an error's message in the user's names, and whether it is about unknown data."""
+        """Return an error's message in the user's names, and True if it is about unknown data."""
         text = str(error)
         if self._env is None:
             return text, False

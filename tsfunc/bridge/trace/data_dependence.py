@@ -1,4 +1,4 @@
-"""The message for code that needs the data of a traced tensor, with the ways to write it."""
+"""The message for code that needs the data of a traced tensor, with remedies."""
 
 from __future__ import annotations
 

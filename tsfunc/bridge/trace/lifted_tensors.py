@@ -75,7 +75,7 @@ class BackwardPasses:
         record: has the function traced again, with autograd recording.
 
     Attributes:
-        needed: whether the function needs a trace in which autograd records.
+        needed: True if the function needs a trace in which autograd records.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class BackwardPasses:
 
 
 def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[Any]:
-    """Yield the nodes that a backward pass runs: those on a way from the results to the inputs.
+    """Yield the nodes that a backward pass runs: those on a path from the results to the inputs.
 
     The nodes of leaves, which all graphs share, are left out.
     """

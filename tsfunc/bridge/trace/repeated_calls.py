@@ -1,9 +1,9 @@
 """Calls of a trace that repeat an earlier call, recorded without C++ and without the table.
 
 NOTE [repeated calls]
-A model calls the same functions on tensors of the same metadata again and again. The way of such a
+A model calls the same functions on tensors of the same metadata again and again. The path of such a
 call through torch's parser, torch's dispatcher, this package's table and the cache of results takes
-several times as long as the recording itself. The first call goes that way and is watched. If it
+several times as long as the recording itself. The first call takes that path and is recorded. If it
 has recorded one node whose tensors are the call's own, the trace keeps a :class:`RepeatedCall`: the
 operator, its arguments in terms of the call's, and the metadata of the results. An equal call then
 makes the results and the node from it.
@@ -83,7 +83,7 @@ class RepeatedCall(NamedTuple):
     """How an equal call is recorded.
 
     Attributes:
-        args, kwargs: its arguments, with an `_Operand` for each tensor.
+        args, kwargs: its arguments, with an ``_Operand`` for each tensor.
         positions: the positions of these tensors among the call's.
         results: the metadata of its results.
         container: makes the function's results of the operator's; None for a single tensor.

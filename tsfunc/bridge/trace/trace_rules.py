@@ -31,7 +31,7 @@ def traces_dtensors() -> bool:
 
 
 def _reads_requires_grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return whether autograd will record on the tensor when the program runs."""
+    """True if autograd will record on the tensor when the program runs."""
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own

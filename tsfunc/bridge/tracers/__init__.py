@@ -10,7 +10,7 @@ Tracers and levels
     - ``attributes``, ``methods``, ``texts``: attributes, copies and storages, and text of a
       tracer
     - ``compressed``: tracers of sparse values
-The way of a call to its rule
+The path of a call to its rule
     - ``batch_handlers``: the handlers of batched tensors
     - ``call_plans``: what is decided once for a kind of call
     - ``tracer_members``: methods and operators with which compiled handlers replace torch's
@@ -22,7 +22,7 @@ The way of a call to its rule
     - ``schemas``: the schemas of operators, for the catalogue
     - ``registrations``: all that is registered with torch
     - ``mode_handlers``: torch's own modes
-    - ``python_functions``: the way of torch's functions in Python to the handlers
+    - ``python_functions``: the path of torch's Python functions to the handlers
     - ``plain_calls``: calls that reach no level
 Errors and questions of the user's code
     - ``boundaries``: where a transform begins, and the lines that errors name

@@ -191,7 +191,7 @@ def _computed(
     plan: CallPlan, level: BatchLevel, direct: bool, values: Sequence[Any],
     kwargs: Mapping[str, Any], bdims: Sequence[Any] | None,
 ) -> Any:  # fmt: skip
-    """Return what a plan computes from the values; NotImplemented leaves the call to the table.
+    """Return a plan's result for the values; NotImplemented leaves the call to the table.
 
     Args:
         direct: True if the plan's function is called on the values.

@@ -101,7 +101,7 @@ class UserLines:
         self._locations: list[Location] = []
 
     def here(self) -> tuple[Location, bool]:
-        """Return the line, and whether the call belongs to its backward pass."""
+        """Return the line, and True if the call belongs to its backward pass."""
         node = _current_autograd_node()
         location = self._of(node._sequence_nr()) if node is not None else None
         backward = location is not None

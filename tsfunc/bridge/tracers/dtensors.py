@@ -134,7 +134,7 @@ def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
     """Return the cotangent 1 for a scalar.
 
     Args:
-        like_value: whether to make the cotangent from the value, as DTensors require. Otherwise
+        like_value: True to make the cotangent from the value, as DTensors require. Otherwise
             only the dtype and device are read, so that a program need not compute the value.
     """
     if like_value or holds_dtensor(value):

@@ -1,4 +1,4 @@
-"""The registry of function rules, which say what a Python function of torch does on tracers.
+"""The registry of function rules, which define torch's Python functions on tracers.
 
 NOTE [function rules]
 A batching rule belongs to an operator (``ops/registry``). A function rule belongs to a callable of

@@ -6,13 +6,13 @@ also between the steps that enter or leave a level. Python runs handlers at the 
 function, at the back edge of a loop, and after calls into C: never between plain assignments, and
 never between a ``with`` statement and the methods of a context manager written in C. Two
 constructs therefore protect the outermost call of a transform: one C++ guard, which restores
-torch's dispatch keys, and a ``finally`` block with only assignments. If the call raises, all other
-state is restored (``_restore``), once more if that is interrupted, and first of all by the next
-outermost call if that is interrupted too.
+torch's dispatch keys, and a ``finally`` block with only assignments. If the call raises,
+``_restore`` restores all other state. If an interrupt stops ``_restore``, it runs again; if that
+run is stopped, too, the next outermost call restores the state before it begins.
 
 A call is any entry into this package that changes the state of the thread for a while: a public
-transform, a program (unless it consists of torch's operators alone), a trace, and what autograd
-calls in a backward pass that the user has started.
+transform, a program (unless it consists of torch's operators alone), a trace, and the calls of
+autograd in a backward pass that the user has started.
 
 The state is restored in three ways:
 
@@ -135,7 +135,7 @@ class undoing:
 
     Args:
         undo: called at the end of the block, perhaps more than once, and perhaps before the change
-            was made. It sets what was there before the block, rather than counting.
+            was made. It must set the value from before the block, and not count changes.
     """
 
     __slots__ = ("_undo",)
@@ -279,7 +279,7 @@ _Modes = tuple[Sequence[Any], Sequence[bool], Sequence[tuple[deque[bool], int]]]
 
 
 def _dispatch_modes() -> _Modes:
-    """Return the stack of dispatch modes, and what torch keeps about it in Python."""
+    """Return the stack of dispatch modes, and torch's state about it in Python."""
     flags = vars(_python_dispatch)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
     kept = [(x, len(x)) for mode in stack for x in _former_flags(mode)]
@@ -335,7 +335,7 @@ def _restore_autocast(depth: int, caches: bool, dtype: torch.dtype) -> None:
 
 
 def _restore_warnings(filters: Any, show: Any, show_message: Any) -> None:
-    """Restore what ``warnings.catch_warnings`` replaces."""
+    """Restore the state that ``warnings.catch_warnings`` replaces."""
     module: Any = warnings
     if module.filters is not filters:
         module.filters = filters
@@ -367,7 +367,7 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
 
     Args:
-        ours: whether to clear the frames of this package and of generator-based context managers
+        ours: True to clear the frames of this package and of generator-based context managers
             too, which may hold guards that an interrupt stopped them from leaving.
     """
     roots = _LIBRARIES if ours else _TORCH_ROOT

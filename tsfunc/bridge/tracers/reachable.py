@@ -138,7 +138,7 @@ class Reachable:
                 self._unnamed.setdefault(name, []).append(value)
 
     def _of_entries(self, module: torch.nn.Module) -> Iterator[Any]:
-        """Note the entries of a module; yield its submodules and what its tensors hold."""
+        """Note the entries of a module; yield its submodules and its tensors' attributes."""
         yield vars(module).get("_modules")  # the code of ``nn.Module`` reads it, which is not read
         for kind in ("_parameters", "_buffers"):
             entries = vars(module).get(kind)

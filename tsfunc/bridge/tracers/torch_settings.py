@@ -75,7 +75,7 @@ class Setting(NamedTuple):
 
 
 def autocast() -> tuple[Any, ...]:
-    """Return the dtype of each device type with autocast on, and whether casts are cached."""
+    """Return the dtype of each device type with autocast on, and True if casts are cached."""
     if not _is_any_autocast_enabled():
         return ()
     dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()

@@ -64,8 +64,8 @@ class BackwardPass(NamedTuple):
     Attributes:
         results: the tensors that it starts from.
         inputs: the tensors that it computes derivatives by; None for all leaves.
-        accumulates: whether it adds the derivatives to the ``.grad`` of the tensors.
-        frees: whether it frees the graph.
+        accumulates: True if it adds the derivatives to the ``.grad`` of the tensors.
+        frees: True if it frees the graph.
     """
 
     results: Sequence[Any]

@@ -42,7 +42,7 @@ class TracerStack:
         return next((frame.bdim for frame in self.frames if frame.level.depth == depth), None)
 
     def batch_dims_first(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a physical value with its batch dims in front, in the order of `batch_levels`."""
+        """Return a physical value with its batch dims in front, ordered as ``batch_levels``."""
         for i, (_, bdim) in enumerate(self._batches()):
             value = value.movedim(bdim + i, i)
         return value

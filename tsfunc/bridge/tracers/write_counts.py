@@ -9,7 +9,7 @@ import torch
 
 
 def write_counts(tensors: Sequence[torch.Tensor]) -> list[Any] | None:
-    """Return what changes if one of some tensors is written to or gets another memory.
+    """Return a value that changes if one of the tensors is written to or gets another memory.
 
     Returns:
         The count of writes and the address of each, and the current streams of their devices;

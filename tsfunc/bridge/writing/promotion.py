@@ -271,7 +271,7 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
 
     Args:
         level: the level that the tensors become tracers of.
-        batched: whether each example gets its own copy.
+        batched: True if each example gets its own copy.
 
     Raises:
         NoCommonBase: the tensors overlap, and none of them covers the memory of all.

@@ -66,7 +66,7 @@ def prepare_write(
     Args:
         name: the name of the called function.
         values: the tensors that determine the written values, including ``written``.
-        recorded: whether autograd records the write.
+        recorded: True if autograd records the write.
         words: the message of torch.func for the same error.
 
     Raises:
@@ -117,7 +117,7 @@ def adopt(
 
     Args:
         level: the level of the written values.
-        batched: whether each example gets its own copy.
+        batched: True if each example gets its own copy.
         words: the message of torch.func for the same error.
         refusal: the error if the call ends with the tensor in a module; by default that of an
             immediate refusal.

@@ -54,7 +54,7 @@ class Target:
         closure: the treatment of values that it reads beyond its arguments: NOTE [closures].
         backend: compiles its programs; None: they run as Python.
         backend_name: the user's name of the backend.
-        hoist: whether its programs do work on parameters alone once: NOTE [hoisted work]; or the
+        hoist: True if its programs do work on parameters alone once: NOTE [hoisted work]; or the
             names of its parameters whose tensors count as such parameters too.
     """
 
@@ -99,7 +99,7 @@ class Target:
 
         Args:
             contract: the contract that the program was made under; None for a program of a file.
-            any_grad: whether the guard accepts tensors with any ``requires_grad``.
+            any_grad: True if the guard accepts tensors with any ``requires_grad``.
 
         Returns:
             A function of args and kwargs; None if the program never refuses a call.
@@ -366,7 +366,7 @@ class Cache:
     sees a consistent state.
 
     Args:
-        auto_widen: whether sizes that vary become named dims, and numbers that vary inputs:
+        auto_widen: True if sizes that vary become named dims, and numbers that vary inputs:
             NOTE [automatic dynamic sizes].
 
     Attributes:
@@ -377,7 +377,7 @@ class Cache:
         required_numbers: the numbers whose values the function needs.
         constants: the closed-over numbers that are not inputs, since a symbol in their place
             would change what the function does: NOTE [numbers that vary].
-        records_autograd: whether the function runs backward passes itself, as its last trace found
+        records_autograd: True if the function runs backward passes itself, as its last trace found
             out: NOTE [retracing].
         warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
     """

@@ -23,7 +23,7 @@ _code = logging.getLogger("tsfunc.code")
 def log_program(
     program: Program, reason: str, seconds: float, backend: str, arguments: str
 ) -> None:
-    """Log a new program: what was made, why, and how long it took."""
+    """Log a new program: its function, its reason, and the time of its trace."""
     _retraces.info(
         "specialize(%s): a new program for (%s) took %.2f s with the backend %s. Reason: %s",
         program.name, arguments, seconds, backend, reason,

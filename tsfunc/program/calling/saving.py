@@ -133,7 +133,7 @@ def function_to_save(
 
     Args:
         programs: the programs to save; an empty sequence selects all.
-        exact: whether the file serves only calls like those that were made.
+        exact: True if the file serves only calls like those that were made.
 
     Raises:
         RuntimeError: there is no program.

@@ -5,7 +5,7 @@ For ``if (x < 0).any(): raise ValueError(...)`` and for
 ``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
 exception or the message (NOTE [checks of arguments] in ``dispatch/user_checks``). If such a check
 fails, the function itself is called with the arguments of the call. A test of a tensor raises the
-function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
+function's exception; a check of a size of data stays a ``FailedCheckError``, with the function's
 message added. The function is not called if the program has written into an argument, or another
 value from outside, before the check, since the function would write again.
 """

@@ -179,7 +179,7 @@ class KeysAre(SourceGuard):
     """The keys of a dict and their order; 1 and 1.0 are equal but different keys.
 
     Attributes:
-        plain: whether the value is one of Python's own dicts, which are false if they are empty.
+        plain: True if the value is one of Python's own dicts, which are false if they are empty.
     """
 
     keys: Sequence[Any]
@@ -380,7 +380,7 @@ class NumberCondition(Guard):
     Attributes:
         code: the condition as Python code.
         text: the condition in the user's names.
-        fixes: whether it holds for one value of a number alone.
+        fixes: True if it holds for one value of a number alone.
     """
 
     code: str
@@ -442,7 +442,7 @@ _LAST: tuple[type[Guard], ...] = (TensorConstant,)
 
 @dataclass(eq=False)
 class ClosureGuards:
-    """The guards on what a trace has read, in the order of the reads.
+    """The guards on the values that a trace has read, in the order of the reads.
 
     Attributes:
         inputs: the values that the program is called with after the arguments, by their sources.
@@ -504,7 +504,7 @@ class ClosureGuards:
             now: torch's settings.
             lines: lines about the arguments, which come first.
             scope: the names that these lines use.
-            lazy: whether the function is compiled at its first call, which may never happen.
+            lazy: True if the function is compiled at its first call, which may never happen.
         """
         code, inputs = self._code(now, lines, scope)
         given = "".join(f"{name}, " for name in inputs)

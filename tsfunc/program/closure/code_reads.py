@@ -62,15 +62,15 @@ class Access:
     """A use of a variable from outside in a piece of code.
 
     Attributes:
-        kind: whether it is a global, a variable of an enclosing function, or a module that the
-            code imports itself.
+        kind: the kind of the variable: a global, a variable of an enclosing function, or a module
+            that the code imports itself.
         name: the name of the variable or module.
         attributes: the chain of attributes that is read from it.
         line: the line of the use.
         level: for an import, the number of packages that a relative import goes up.
-        only_changes: whether the code only counts the value up or adds an element to it:
+        only_changes: True if the code only counts the value up or adds an element to it:
             NOTE [counters].
-        bare: whether it is called without arguments.
+        bare: True if it is called without arguments.
     """
 
     kind: Kind
@@ -275,7 +275,7 @@ class _Scan:
             before = name
 
     def _end(self, chain: Access, rest: Sequence[dis.Instruction], counted: set[int]) -> None:
-        """Add the read of a complete chain; `rest` has the instructions after it."""
+        """Add the read of a complete chain; ``rest`` has the instructions after it."""
         if chain.kind == "module" and not chain.attributes:
             return
         only_changes = False
@@ -402,7 +402,7 @@ def is_nondeterministic(owner: Any, name: str | None, value: Any, bare: bool = F
 
     Args:
         owner: the object that has the function as an attribute, if any.
-        bare: whether it is called without arguments.
+        bare: True if it is called without arguments.
     """
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return name in _OF_DATES
@@ -445,44 +445,44 @@ class LibraryReads:
 
         Args:
             owner: the object that has the variable.
-            bare: whether the last attribute is called without arguments.
+            bare: True if the last attribute is called without arguments.
         """
         if value is MISSING and isinstance(owner, dict):
             value = vars(builtins).get(str(name), MISSING)
-        way = tuple(attributes)
+        path = tuple(attributes)
         above = last = value
         self._guard_environment_read(None, None, value)
-        for attribute in way:
+        for attribute in path:
             above, last = last, resolve_attributes(last, (attribute,))
             self._guard_environment_read(above, attribute, last)
-        if way and is_nondeterministic_method(value, way[0]):
-            self._warn(f"{type(value).__name__}.{way[0]}", line)
+        if path and is_nondeterministic_method(value, path[0]):
+            self._warn(f"{type(value).__name__}.{path[0]}", line)
         if is_library(above):
-            self.guard_member(value, way)
+            self.guard_member(value, path)
             self.instances.generators.mentioned(last, line)
             if is_torch_setting_getter(last):
                 self._guard_result(last)
-            if is_nondeterministic(above, way[-1] if way else None, last, bare):
+            if is_nondeterministic(above, path[-1] if path else None, last, bare):
                 self._warn(getattr(last, "__qualname__", str(last)), line)
 
-    def guard_member(self, owner: Any, way: Sequence[str]) -> None:
+    def guard_member(self, owner: Any, path: Sequence[str]) -> None:
         """Guard an attribute that is read from a library, since it may be replaced."""
-        above = resolve_attributes(owner, way[:-1])
-        if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
+        above = resolve_attributes(owner, path[:-1])
+        if not path or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
-        member = replaced_function(vars(above).get(way[-1], MISSING))
+        member = replaced_function(vars(above).get(path[-1], MISSING))
         if isinstance(member, (*CODE, *_PLAIN, types.NoneType)):
-            self.guards.add(MemberIs(above, way[-1], member))
+            self.guards.add(MemberIs(above, path[-1], member))
             if isinstance(member, type):
                 self._met(member)
         elif isinstance(member, list) or (
             member is MISSING and isinstance(above, types.ModuleType)
         ):
             # A list may be filled; a module's __getattr__ may make a flag at each read.
-            value = resolve_attributes(above, way[-1:])
-            if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, way[-1]):
-                text = f"{above.__name__}.{way[-1]}"
-                self.builder.guard(value, Source.of_object(above, text).attribute(way[-1]))
+            value = resolve_attributes(above, path[-1:])
+            if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, path[-1]):
+                text = f"{above.__name__}.{path[-1]}"
+                self.builder.guard(value, Source.of_object(above, text).attribute(path[-1]))
 
     def guard_environment(self) -> None:
         """Guard all environment variables of the process: the ones that are read are not known."""

@@ -59,7 +59,7 @@ class FreeVariables:
     """Adds the reads of a function from outside to the guards and watched objects of a trace.
 
     Args:
-        every: whether variables that are only changed are included: NOTE [counters] in
+        every: True if variables that are only changed are included: NOTE [counters] in
             ``code_reads.py``.
     """
 
@@ -152,10 +152,10 @@ class FreeVariables:
         for access in scanned.reads:
             if (access.kind, access.name) in looked_at:
                 self._follow(func, access)
-                way = access.attributes  # a name in `__dict__` is an attribute of its owner
-                way = way[: way.index("__dict__")] if "__dict__" in way else way
-                for text in scanned.texts - {*way}:
-                    self._follow(func, replace(access, attributes=(*way, text)))
+                path = access.attributes  # a name in `__dict__` is an attribute of its owner
+                path = path[: path.index("__dict__")] if "__dict__" in path else path
+                for text in scanned.texts - {*path}:
+                    self._follow(func, replace(access, attributes=(*path, text)))
             else:
                 self._count(func, access)
         if any(self._may_hold_tensor(func, access) for access in scanned.compared):
@@ -218,7 +218,7 @@ class FreeVariables:
         self._read(self._variable(owner, name, text, ""))
 
     def _when_name_occurs(self, name: str, visit: Callable[[], None]) -> None:
-        """Call `visit` now if the name occurs in the function's code, else when it does."""
+        """Call ``visit`` now if the name occurs in the function's code, else when it does."""
         if name in self._names:
             visit()
         else:

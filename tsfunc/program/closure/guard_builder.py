@@ -293,7 +293,7 @@ class GuardBuilder:
         self.arguments: Sequence[Any] = ()
 
     def guards_of(self, in_closure: bool) -> ClosureGuards:
-        """Return the guards for values of the function itself (`in_closure`), or of an argument."""
+        """Return the guards for the function's own values (``in_closure``), or for an argument."""
         return self._closure_guards if in_closure else self.closure_guards
 
     def source_of(self, value: Any) -> Source | None:
@@ -466,8 +466,8 @@ class GuardBuilder:
             text = f"{source.text}.default_factory"
             self.guard(value.default_factory, source.attribute("default_factory", text))
         for i, (key, item) in enumerate(items.items()):
-            way = f".{key}" if namespace else f"[{self._key_text(key, i)}]"
-            text, owner = source.text + way, source.owner + way
+            step = f".{key}" if namespace else f"[{self._key_text(key, i)}]"
+            text, owner = source.text + step, source.owner + step
             if namespace:
                 at = source.attribute(key, text, owner)
             else:

@@ -49,7 +49,7 @@ def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
 
     Args:
         tree: the structure of ``(args, kwargs)``.
-        keyword_order: whether the function sees the order of ``kwargs``.
+        keyword_order: True if the function sees the order of ``kwargs``.
     """
     try:
         args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
@@ -136,7 +136,7 @@ def flatten_lines(
 
     Args:
         scope: receives the names that the lines use.
-        keyword_order: whether the function sees the order of ``kwargs``.
+        keyword_order: True if the function sees the order of ``kwargs``.
 
     Returns:
         The lines; None if there are containers other than tuples, lists and dicts.
@@ -256,7 +256,7 @@ def compile_guard(
     Args:
         lines: its body; a line returns None if a guard fails.
         scope: the objects that the lines refer to by name.
-        lazy: whether it is compiled at its first call.
+        lazy: True if it is compiled at its first call.
     """
     body = "".join(f"        {line}\n" for line in (*lines, f"return {results}"))
     ending = f"    except {_GONE}:\n        return None\n"
@@ -298,7 +298,7 @@ class Source:
         key: the key of an element, or the object that the path begins at; it has no spelling.
         text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
         owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
-        in_closure: whether the value belongs to the function itself, and not to an argument.
+        in_closure: True if the value belongs to the function itself, and not to an argument.
     """
 
     base: Source | None

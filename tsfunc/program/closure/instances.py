@@ -71,7 +71,7 @@ class Instances:
         assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
         guard_unchanged: guards the variables that the function may have assigned the values that
             they had, which no program repeats.
-        compares_identity: whether the function compares objects by identity (``x is y``) that may
+        compares_identity: True if the function compares objects by identity (``x is y``) that may
             be tensors: NOTE [tensor aliasing] in ``trace_guards.py``.
     """
 
@@ -138,7 +138,7 @@ class Instances:
         self._met_modules = True
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
-        """Return the value of an attribute; see `Watching`."""
+        """Return the value of an attribute; see ``Watching``."""
         known = self._instances.get(id(instance))
         if known is None or self._paused:
             return plain(instance, name)
@@ -154,7 +154,7 @@ class Instances:
         return plain(instance, name)
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
-        """Check and note an assignment or deletion before it happens; see `Watching`.
+        """Check and note an assignment or deletion before it happens; see ``Watching``.
 
         Raises:
             TypeCheckError: the value is not of the type that the class declares.
@@ -225,7 +225,7 @@ class Watcher(Protocol):
     """The receiver of reads and assignments of attributes."""
 
     def read(self, instance: Any, name: str, plain: Callable[[Any, str], Any]) -> Any:
-        """Return the value of an attribute; `plain` reads it as the class itself does."""
+        """Return the value of an attribute; ``plain`` reads it as the class itself does."""
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
         """Note that an attribute is about to be assigned, or deleted if the value is missing."""

@@ -88,10 +88,10 @@ class Update:
         owner: the owner of the target, by its index in the list that the program is called with.
         target: the Python expression of the target, with ``{}`` for the owner.
         value: lists, tuples and dicts of constants, with a ``ResultSlot`` for each tensor.
-        fills: whether the owner is a container whose elements are all replaced.
-        deletes: whether the target is deleted.
+        fills: True if the owner is a container whose elements are all replaced.
+        deletes: True if the target is deleted.
         buffer: the name of the assigned buffer if the owner is a module.
-        keeps: whether the guards on the target's value, except on its tensors, still hold after
+        keeps: True if the guards on the target's value, except on its tensors, still hold after
             the assignment.
     """
 

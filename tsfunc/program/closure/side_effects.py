@@ -69,7 +69,7 @@ class SideEffect:
         undo: restores the old value.
         line: the line of the assignment, if it is known.
         problem: the reason why a program can't repeat the assignment, if it can't.
-        fills: whether the target is a container with new elements.
+        fills: True if the target is a container with new elements.
         buffer: the name of the module's buffer that was assigned, if it is a buffer.
     """
 

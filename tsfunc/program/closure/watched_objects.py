@@ -140,7 +140,7 @@ class WatchedObject:
 
         Args:
             steps: the Python expressions of the steps to it.
-            exactly: whether a number is guarded by its value even if it varies.
+            exactly: True if a number is guarded by its value even if it varies.
         """
         builder = self._builder
         numbers = builder.numbers

@@ -40,7 +40,7 @@ class CalleeGraph:
         inputs: for each input of the graph, the index of a value that the part is called with.
         lifted: the closed-over tensors that it reads.
         dims: the named dims of its inputs in its trace.
-        run: the graph as a Python function; None until `make` is called.
+        run: the graph as a Python function; None until ``make`` is called.
     """
 
     name: str
@@ -72,8 +72,8 @@ class PartType:
 
     Attributes:
         returns: the number of its results.
-        more: whether there may be further results, which other parts take.
-        zeros: whether a result may be None, which stands for zeros.
+        more: True if there may be further results, which other parts take.
+        zeros: True if a result may be None, which stands for zeros.
     """
 
     takes: Sequence[str]
@@ -124,7 +124,7 @@ class TracedCallee:
         return [TENSOR] * self.tensors + [NUMBER] * self.numbers
 
     def type_of_part(self, name: str) -> PartType:
-        """Return what a part takes and returns; the parts before it are known."""
+        """Return the arguments and results of a part; the parts before it are known."""
         raise NotImplementedError
 
     def limits(self) -> Mapping[str, int]:

@@ -102,7 +102,7 @@ class ControlKind:
         cls: the class of its operators.
         encode: returns the JSON fields of an operator, its bodies included.
         decode: makes an operator from its JSON, its name, a reader of the graphs of bodies, and
-            the kinds of its operands; reports inconsistent JSON with `Field.fail`.
+            the kinds of its operands; reports inconsistent JSON with ``Field.fail``.
     """
 
     name: str
@@ -139,7 +139,7 @@ def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
 
 
 def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> ControlFlow:
-    """Return the operator that `encode_control` wrote.
+    """Return the operator that ``encode_control`` wrote.
 
     Args:
         graph: reads the graph of a body.
@@ -150,7 +150,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
-    """Return the bodies that `encode_bodies` wrote, for operands of these kinds."""
+    """Return the bodies that ``encode_bodies`` wrote, for operands of these kinds."""
     bodies = []
     for each in field.items():
         name, inner, inputs_field = each.record("name", "graph", "inputs")
@@ -340,7 +340,7 @@ class GraphReader:
         device: replaces every device of the file, if it is given.
         made_with: the torch version of the file, for errors.
         callees: the functions that the program calls.
-        is_body: whether the graph is a body of control flow.
+        is_body: True if the graph is a body of control flow.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class GraphReader:
         self.lifted: dict[str, torch.Tensor] = {}
 
     def read(self, field: Field) -> torch.fx.Graph:
-        """Return the graph that `encode_graph` wrote."""
+        """Return the graph that ``encode_graph`` wrote."""
         nodes, outputs = field.record("nodes", "outputs")
         for each in nodes.items():
             self._node(each)

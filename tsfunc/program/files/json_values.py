@@ -149,7 +149,7 @@ class ValueReader:
         return reader
 
     def decode(self, field: Field) -> Any:
-        """Return the value that `encode` wrote."""
+        """Return the value that ``encode`` wrote."""
         value = field.value
         if value is None or type(value) in (bool, float, str):
             return value
@@ -289,7 +289,7 @@ class Trees:
         self._values = values
 
     def decode(self, field: Field) -> optree.PyTreeSpec:
-        """Return the structure that `encode_tree` wrote."""
+        """Return the structure that ``encode_tree`` wrote."""
         tree = self._decode(field)
         try:
             return pytrees.structure_of(tree)

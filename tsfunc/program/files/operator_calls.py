@@ -219,7 +219,7 @@ _KINDS_OF_NUMBERS = {"int": int, "float": float}
 
 
 def encode_display_meta(node: torch.fx.Node) -> Any | None:
-    """Return the displayed properties of a value as JSON, if `encode_type` can't write it."""
+    """Return the displayed properties of a value as JSON, if ``encode_type`` can't write it."""
     known = properties_of_node(node)
     if known is None:
         return None
@@ -278,7 +278,7 @@ class NodeTypes:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
 
     def read_display_meta(self, field: Field, node: torch.fx.Node) -> None:
-        """Set the properties that `encode_display_meta` wrote on a node, for display."""
+        """Set the properties that ``encode_display_meta`` wrote on a node, for display."""
         if field.get("number") is not None:
             number, text = field.record("number", "text")
             kind = number.one_of(_KINDS_OF_NUMBERS, "int or float")

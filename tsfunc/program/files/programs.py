@@ -113,7 +113,7 @@ class CallSpecReader:
     """Reads the descriptions of calls.
 
     Args:
-        keyword_order: whether the function sees the order of its keyword arguments.
+        keyword_order: True if the function sees the order of its keyword arguments.
     """
 
     def __init__(self, context: FileContext, keyword_order: bool) -> None:
@@ -123,7 +123,7 @@ class CallSpecReader:
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallSpec:
-        """Return the description that `encode_call_spec` wrote."""
+        """Return the description that ``encode_call_spec`` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
         field.require_keys(keys, ("guards",))
         arguments, leaves_field, dims, settings_field = map(field.at, keys)
@@ -309,7 +309,7 @@ def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
 
 
 def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> ProgramData:
-    """Return the program that `encode_program` wrote; its code is generated from the graph.
+    """Return the program that ``encode_program`` wrote; its code is generated from the graph.
 
     Args:
         call_spec: the description of the calls that it was made for.
@@ -362,7 +362,7 @@ def _decode_part(
     context: FileContext,
     callees: CalleeReader,
 ) -> CalleeGraph:
-    """Return the graph that `_encode_part` wrote, for a part called with values of these kinds."""
+    """Return the graph that ``_encode_part`` wrote, for a part called with these kinds."""
     name, inputs_field, graph_field = field.record("name", "inputs", "graph")
     reader = GraphReader(context.tensors, context.device, types, context.made_with, callees)
     graph = reader.read(graph_field)

@@ -295,7 +295,7 @@ def _never(sizes: Mapping[str, int]) -> bool:
 
 
 class _ResultIndex:
-    """Stand-in for a result of the module, the one of index `at`."""
+    """Stand-in for a result of the module, the one of index ``at``."""
 
     def __init__(self, at: int) -> None:
         self.at = at

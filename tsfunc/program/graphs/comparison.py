@@ -147,7 +147,7 @@ class _Matching:
         return node.op == "get_attr" and str(node.target) in self.fixed.constants
 
     def _value(self, node: Any) -> torch.Tensor | None:
-        """Return a tensor of `symbolic` that depends on constants and sizes alone, or None."""
+        """Return a tensor of ``symbolic`` that depends on constants and sizes alone, or None."""
         if node not in self.values:
             if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
                 self.values[node] = self.symbolic.tensor(node)

@@ -1,8 +1,8 @@
 """Operators that torch's compilers can't take, or compute with less precision, as simpler ones.
 
 The step of a fused optimizer on a CPU is one operator, which has no rule for tensors without data
-in torch, or is not functionalized without `amsgrad`. A compiler gets the arithmetic of its kernel,
-which it fuses again.
+in torch, or is not functionalized without ``amsgrad``. A compiler gets the arithmetic of its
+kernel, which it fuses again.
 
 Inductor passes a number that was read from a tensor to a kernel as a float of 32 bits. The factors
 ``value`` and ``alpha`` are therefore given as the tensors that they were read from.

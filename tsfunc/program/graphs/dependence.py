@@ -66,7 +66,7 @@ class _Value:
 
     Attributes:
         pattern: the pairs of its dependence; None for a value without a derivative.
-        varies: whether it depends on the inputs.
+        varies: True if it depends on the inputs.
     """
 
     value: Any

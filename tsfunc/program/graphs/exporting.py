@@ -135,7 +135,7 @@ def _shapes(
     Args:
         call_spec: the assumptions about its arguments.
         names: the positional parameters.
-        given: whether expressions are passed to torch.export, or inferred by it.
+        given: True if expressions are passed to torch.export; False if it infers them.
         least: the minimum size of each named dim.
     """
     dims = {name: _named(dim, least[name]) for name, dim in call_spec.named_dims.items()}

@@ -20,7 +20,7 @@ def graph_module(
         name: the name of the module's class.
         lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
             of the module, and stay the same tensors.
-        as_inputs: whether they become inputs instead, after the others.
+        as_inputs: True if they become inputs instead, after the others.
     """
     root = torch.nn.Module()
     made = torch.fx.Graph()
@@ -84,7 +84,7 @@ class _GradMode:
         self._before: torch.fx.Node | None = None
 
     def switch(self, quiet: bool) -> None:
-        """Start a no_grad block before the next node if `quiet` is True, or end it."""
+        """Start a no_grad block before the next node if ``quiet`` is True, or end it."""
         if quiet and self._before is None:
             self._before = self._graph.call_function(torch.is_grad_enabled)
             self._graph.call_function(set_grad_mode, (False,))

@@ -63,7 +63,7 @@ Compile = Callable[[ProgramData, Sequence[Any]], Run]
 
 
 class _Stored(NamedTuple):
-    """The results of the first part, and what they were computed from.
+    """The results of the first part, and the values that they were computed from.
 
     Attributes:
         memories: tensors with their memory, which stays allocated if a kept tensor gets another.

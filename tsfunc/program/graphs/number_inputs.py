@@ -44,7 +44,7 @@ class NumbersRefused(Exception):
 
 
 class NumberResult:
-    """Stand-in for a result that is a number, the one of index `at`."""
+    """Stand-in for a result that is a number, the one of index ``at``."""
 
     def __init__(self, at: int) -> None:
         self.at = at

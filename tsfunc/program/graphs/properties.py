@@ -29,7 +29,7 @@ class Properties:
         shape: the sizes of a tensor: for each dim a number, or an expression of named dims.
         device: the device of a tensor.
         layout: the layout of a tensor.
-        requires_grad: whether autograd records the value in a call of the program itself.
+        requires_grad: True if autograd records the value in a call of the program itself.
         constant: the value, if it is computed from constants alone.
         expression: the expression of a number in the named dims.
     """

@@ -91,8 +91,8 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
 
     Args:
         module: the module, which is changed.
-        exact: whether an ``autograd.Function`` on tensors that require grad stays, so that the
-            module has its derivative, and whether recurrent layers over a named dim of time stay.
+        exact: True if an ``autograd.Function`` on tensors that require grad stays, so that the
+            module has its derivative, and if recurrent layers over a named dim of time stay.
             If False, the forward of the function is inlined, and these layers become scans.
     """
     graph = module.graph
@@ -188,7 +188,7 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
 
     Args:
         module: control flow that torch has traced.
-        is_body: whether it is a body itself.
+        is_body: True if it is a body itself.
     """
     graph = module.graph
     writer = Writer(module, graph)
@@ -516,7 +516,7 @@ class Writer:
 
 
 def one_of(node: Any, dim: int | None) -> Any:
-    """Return a node with the type of a slice of a tensor along a dim; the node if `dim` is None."""
+    """Return a node with the type of a tensor's slice along a dim; the node if ``dim`` is None."""
     if dim is None or not isinstance(node, torch.fx.Node):
         return node
     made = torch.fx.Graph().placeholder("x")

@@ -52,11 +52,11 @@ class CallSpec:
 
     Attributes:
         tree: the structure of the arguments, a tuple of (args, kwargs).
-        leaves: the flattened arguments, with None in place of a tensor, and `WatchedPlaceholder` in
-            place of an object whose attributes the program's ``closure_guard`` checks.
+        leaves: the flattened arguments, with None in place of a tensor, and ``WatchedPlaceholder``
+            in place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
         settings: torch's settings.
-        keyword_order: whether the function sees the order of the keyword arguments.
+        keyword_order: True if the function sees the order of the keyword arguments.
         scalars: the numbers among the arguments that are inputs, and may vary.
         trace_guards: the guards on other facts that the trace relied on.
     """

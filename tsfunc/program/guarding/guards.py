@@ -105,7 +105,7 @@ class ArgumentGuard(Guard):
 
     @classmethod
     def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> ArgumentGuard:
-        """Return the guard that `to_json` wrote."""
+        """Return the guard that ``to_json`` wrote."""
         raise NotImplementedError
 
 

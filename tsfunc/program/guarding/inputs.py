@@ -53,7 +53,7 @@ class InputSpec:
         name: its name in the program.
         example: the tensor itself; its data is not read.
         dims: for each dim its size, named dim or expression of named dims.
-        any_grad: whether ``requires_grad`` is not guarded.
+        any_grad: True if ``requires_grad`` is not guarded.
     """
 
     position: int
@@ -121,7 +121,7 @@ class ScalarSpec:
         position: its index among them.
         name: its name in the program.
         value: its value in the call that is traced.
-        undescribed: whether it is an input without a descriptor: NOTE [automatic dynamic sizes].
+        undescribed: True if it is an input without a descriptor: NOTE [automatic dynamic sizes].
     """
 
     position: int
@@ -354,7 +354,7 @@ def hide_opaque_arguments(
     Args:
         func: the function that is traced.
         described: parameter name to descriptor, which takes precedence over the annotation.
-        signature: the parameters of `func`.
+        signature: the parameters of ``func``.
         spell: returns a path in the user's spelling.
     """
     annotated = annotated_types(func)

@@ -77,7 +77,7 @@ class TraceGuard(Guard):
 
     @classmethod
     def from_json(cls, field: Field, described: DescribedArguments) -> TraceGuard:
-        """Return the guard that `to_json` wrote."""
+        """Return the guard that ``to_json`` wrote."""
         raise NotImplementedError
 
 
@@ -215,7 +215,7 @@ def trace_guard_to_json(guard: TraceGuard) -> Any:
 
 
 def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
-    """Return the guard that `trace_guard_to_json` wrote."""
+    """Return the guard that ``trace_guard_to_json`` wrote."""
     for key, kind in _BY_JSON_KEY.items():
         if field.get(key) is not None:
             (value,) = field.record(key)

@@ -106,7 +106,7 @@ class Aliases:
     value records it (``replace``), so that the next pass can use the same sets.
 
     Args:
-        sharing: yields the arguments of a call whose memory its results may share, as `aliased`.
+        sharing: yields the arguments of a call whose memory its results may share, as ``aliased``.
     """
 
     def __init__(self, graph: torch.fx.Graph, sharing: Sharing | None = None) -> None:

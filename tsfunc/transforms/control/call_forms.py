@@ -77,7 +77,7 @@ def operands_of(
 
     Args:
         func: the function that takes them.
-        takes: whether a function takes a number of arguments.
+        takes: returns True if a function takes a number of arguments.
     """
     if len(operands) == 1 and type(operands[0]) in (tuple, list):
         given = tuple(operands[0])

@@ -34,7 +34,7 @@ class CustomVjp(TracedCallee):
     Attributes:
         primal: the graph of the function.
         forward: the same with the residuals as further results.
-        backward: takes the residuals and a cotangent for each result of `differentiable`; returns
+        backward: takes the residuals and a cotangent for each result of ``differentiable``; returns
             a cotangent or None for each tensor that is differentiated by.
         differentiable: the indices of the results that have cotangents.
     """
@@ -84,7 +84,7 @@ class CustomJvp(TracedCallee):
 
     Attributes:
         primal: the graph of the function.
-        push: takes a tangent for each tensor of `wrt`; returns a tangent or None for each result.
+        push: takes a tangent for each tensor of ``wrt``; returns a tangent or None for each result.
         wrt: the indices of the tensors that have tangents.
     """
 
@@ -140,10 +140,10 @@ class CustomAutogradFunction(TracedCallee):
         differentiable: the results that have cotangents.
         wrt: the tensors that have tangents.
         backward: takes the saved values, the numbers, tensors with the shapes of the function's,
-            and a cotangent for each result of `differentiable`; returns a cotangent or None for
+            and a cotangent for each result of ``differentiable``; returns a cotangent or None for
             each tensor. None without reverse mode.
         push: the ``jvp`` method: takes the same inputs as ``backward`` with a tangent for each
-            tensor of `wrt` in place of cotangents; returns a tangent or None for each result.
+            tensor of ``wrt`` in place of cotangents; returns a tangent or None for each result.
     """
 
     kind = "methods"

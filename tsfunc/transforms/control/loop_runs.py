@@ -197,7 +197,7 @@ class Loop:
     def on_group(
         self, group: SubsetGroup, state: tuple[Any, DrawCounts], limit: int | None
     ) -> tuple[Any, int, Any]:
-        """Make steps on a group of examples, from the state of `repeat`."""
+        """Make steps on a group of examples, from the state of ``repeat``."""
         carry, drawn = state
         with group.running((self.cond_fun, self.body_fun, carry)):
             set_draw_counts(drawn)

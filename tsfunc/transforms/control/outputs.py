@@ -110,7 +110,7 @@ def as_tensor(number: Any, dtype: torch.dtype | None = None, device: Any = None)
 
 
 def check_branches(label: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
-    """Check that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
+    """Check that two branches return values of one type: ``tsfunc.types.join_branches``, exactly.
 
     Raises:
         TypeCheckError: the types differ; the message has both types and each path at which they
@@ -122,7 +122,7 @@ def check_branches(label: str, names: tuple[str, str], results: tuple[Any, Any])
 def check_carried(
     label: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str
 ) -> None:
-    """Check that a body's result can replace its carry: `check_carry` of types.
+    """Check that a body's result can replace its carry: ``check_carry`` of types.
 
     Raises:
         TypeCheckError: the result has another type; the message is as for :func:`check_branches`.

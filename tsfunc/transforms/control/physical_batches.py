@@ -211,7 +211,7 @@ def run_batched_loop(
     batch: PhysicalBatch,
     active: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor] | None:
-    """Same as `loop` for physical operands; without ``active``, the condition is called first."""
+    """Same as ``loop`` for physical operands; without ``active``, the condition is called first."""
     batch = batch.with_batched(carried)
     ask, step = batch.vmapped(condition), batch.vmapped(body)
     if ask is None or step is None:
@@ -244,7 +244,7 @@ def _truth(results: Sequence[torch.Tensor]) -> torch.Tensor:
 def choice(
     branches: Sequence[Body], operands: Sequence[Any], taken: BatchedChoice
 ) -> tuple[Any, ...] | None:
-    """Run each branch on the examples that take it; None as for `loop`.
+    """Run each branch on the examples that take it; None as for ``loop``.
 
     Args:
         operands: the operands of the branches, as tensors of the vmap.
@@ -259,7 +259,7 @@ def choice(
 def run_batched_choice(
     branches: Sequence[Body], batch: PhysicalBatch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
-    """Same as `choice` for physical operands."""
+    """Same as ``choice`` for physical operands."""
     numbers = numbers_in(index)
     every = [batch.vmapped(branches[i]) for i in numbers]
     if any(writes(node) for i in numbers for node in branches[i].graph.nodes):

@@ -72,7 +72,7 @@ def axes_of_exchanges(
 def _is_seen_outside(
     levels: Sequence[MeshLevel], functions: Sequence[Branch], operands: Sequence[Any]
 ) -> bool:
-    """True if a transform outside of the levels, or a derivative, sees what the functions take."""
+    """True if a transform outside of the levels, or a derivative, applies to the arguments."""
     active = list(tls.state.levels)
     outer = active[: active.index(levels[0])]
     traced = current_trace() is not None

@@ -303,7 +303,7 @@ def _fixed(size: Any) -> Any:
 
 
 def decode_call(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    """Return the call that `encode_call` encoded."""
+    """Return the call that ``encode_call`` encoded."""
     *_, number, maps_field, written_field = field.record(
         "kind", "name", "number", "maps", "written"
     )

@@ -173,7 +173,7 @@ def _closed_over(function: Any) -> list[Any]:
 
 
 def _types_of(values: list[Any]) -> list[Any]:
-    """Return the properties of values, and of what functions close over, that types depend on."""
+    """Return the properties of values, and of captured values, that types depend on."""
     types: list[Any] = []
     followed: list[FunctionType] = []
     for value in values:  # the list grows by the closures of functions

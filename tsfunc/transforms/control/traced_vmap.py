@@ -61,7 +61,7 @@ def call_for_examples(
     """Call an operator for each example of the vmaps that its bodies do not see.
 
     Args:
-        tensors: the operands, laid out by `hidden`.
+        tensors: the operands, laid out by ``hidden``.
         numbers: the symbolic numbers that follow the tensors.
 
     Raises:
