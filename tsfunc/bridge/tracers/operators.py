@@ -374,7 +374,7 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     orders use the overload. ``OpOverload._op`` is its C++ callable.
     """
     overload = op.overload
-    function, reduction = _function_of(op)
+    function, reduction = python_function(op)
     # The Python function uses 0 (none) if it is omitted, whatever the schema's default is.
     if function is None or (
         reduction is not None and len(args) <= reduction and "reduction" not in kwargs
@@ -391,7 +391,7 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
 
 
 @functools.cache
-def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
+def python_function(op: TorchOperator) -> tuple[Any, int | None]:
     """Return torch's Python function of an operator's name, and the position of ``reduction``."""
     overload = op.overload
     name = overload._schema.name.removeprefix("aten::")

@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.torch_state import (
     without_autograd,
     without_factory_keys,
 )
+from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.ops.registry import Args, Kwargs
 
 Convert = Callable[[Any], Any]  # returns None if the value does not fit the form
@@ -91,7 +92,7 @@ class Form:
             args = (*args[: self.packed], args[self.packed :])
         return self.arguments_in((*args, *kwargs.values()))
 
-    def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]] | None:
         """Do the same for packed arguments, followed by the values of keyword arguments."""
         defaults = self.defaults
         given = (*given, *defaults)
@@ -103,8 +104,14 @@ class Form:
                 if value is None:
                     return None
             positional.append(value)
-        while positional and _is_default(positional[-1], defaults[len(positional) - 1]):
-            del positional[-1]
+        last = len(positional) - 1
+        while last >= 0 and type(value := positional[last]) is type(defaults[last]):
+            if value != defaults[last]:
+                break
+            del positional[last]
+            last -= 1
+        if not self.named:
+            return positional, NO_KWARGS
         named = {}
         for name, position, convert, default in self.named:
             value = given[position]
@@ -112,7 +119,7 @@ class Form:
                 value = convert(value)
                 if value is None:
                     return None
-            if not _is_default(value, default):
+            if type(value) is not type(default) or value != default:
                 named[name] = value
         return positional, named
 
@@ -141,10 +148,6 @@ class Form:
         return [
             bdims[position] if position < len(bdims) else None for position, _ in self.positions
         ]
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)
 
 
 def _ints(value: Sequence[Any]) -> list[int] | None:
