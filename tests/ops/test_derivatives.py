@@ -139,6 +139,8 @@ CASES: dict[str, Case] = {
     ),
     # C++ wrote the powers into memory of a plain tensor.
     "powers": case(lambda x: torch.vander(x, 4), rand(3)),
+    "one power": case(lambda x: torch.vander(x, 1) * x[:, None], rand(3)),
+    "powers of one number": case(lambda x: torch.vander(x) * x, rand(1)),
     "powers, rising": case(lambda x: torch.linalg.vander(x), rand(2, 3)),
     # Its formula takes a view of the indices, which does not exist with the batch dim further in.
     "unpooling": case(

@@ -80,10 +80,13 @@ def _grid_points(size: Any, align_corners: bool, like: Tensor) -> Tensor:
 
 @function_rules.replace(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
-    """Take the powers from ``linalg.vander``; the C++ code writes them into an untraced tensor."""
+    """Multiply the powers; the C++ code writes them into an untraced tensor."""
     if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
         return NotImplemented
-    out = torch.linalg.vander(x, N=N)
+    count = x.shape[0] if N is None else N
+    if count < 0:
+        return NotImplemented
+    out = _powers(x, count)
     return out if increasing else out.flip(-1)
 
 
@@ -94,8 +97,14 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     count = x.shape[-1] if N is None else N
     if count < 2:
         return NotImplemented
-    powers = x.unsqueeze(-1).expand(*x.shape, count - 1)
-    return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
+    return _powers(x, count)
+
+
+def _powers(x: Tensor, count: int) -> Tensor:
+    """Return the powers of each element, from the power 0 on, in a new last dim."""
+    column = x.unsqueeze(-1)
+    powers = column.expand(*x.shape, max(count - 1, 0)).cumprod(-1)
+    return torch.cat([torch.ones_like(column), powers], -1)[..., :count]
 
 
 @function_rules.replace(torch._sparse_sum)
