@@ -20,7 +20,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
 from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
     TorchOperator,
-    functional_form,
+    functional_overload,
     needs_rule,
     tensors_in,
 )
@@ -160,7 +160,7 @@ def _reshape(
     kwargs: Kwargs,
 ) -> Any:
     """Run an in-place operator that changes its argument's shape, by the functional rule."""
-    functional = functional_form(op.overload)
+    functional = functional_overload(op)
     assert functional is not None
     out = rule(functional[0], level, bdims, values, kwargs)
     if out is not NotImplemented:

@@ -19,11 +19,11 @@ from tsfunc.bridge.tracers.decompositions import (
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
-    functional_form,
+    functional_overload,
     operator_of,
-    overload_of,
     tensors_in,
 )
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
@@ -85,7 +85,7 @@ def write_out(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) 
         MissingRuleError: the operator has no functional form.
         RuntimeError: a result's dtype can't be cast to that of its ``out`` tensor.
     """
-    functional_with_names = functional_form(op.overload)
+    functional_with_names = functional_overload(op)
     if functional_with_names is None:
         raise MissingRuleError(
             f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "

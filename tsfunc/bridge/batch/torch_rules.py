@@ -20,7 +20,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import results_of_rule
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
-from tsfunc.bridge.tracers.operators import TorchOperator, vmap_rule
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.schemas import vmap_rule
 from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.dispatch.recording import note
 from tsfunc.ops.catalogue.reader import reader

@@ -12,7 +12,6 @@ from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
-    bind_arguments,
     updates_statistics,
 )
 
@@ -32,8 +31,8 @@ def written_by_operator(node: torch.fx.Node, op: TorchOperator) -> Iterator[torc
         for i in op.written:
             if i < len(node.args):
                 yield from nodes_in(node.args[i])
-    for argument, value in bind_arguments(op, (), node.kwargs):
-        if argument.written:
+    for argument, value in op.signature.bind((), node.kwargs):
+        if argument.writes:
             yield from nodes_in(value)
 
 

@@ -34,7 +34,8 @@ from torch.autograd import forward_ad
 from torch.library import _defs
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.operators import operator_of, overload_of
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.errors import MissingRuleError
 from tsfunc.ops.collectives import LINEAR

@@ -49,12 +49,12 @@ from tsfunc.bridge.grad import autograd, pullbacks
 from tsfunc.bridge.grad.apply_hook import call_torch_apply
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.nesting import is_differentiated, tensors_inside
-from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
     register_replacements,
     watching_random,
 )
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.torch_state import below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.state import current_levels

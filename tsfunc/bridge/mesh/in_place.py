@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.errors import MissingRuleError

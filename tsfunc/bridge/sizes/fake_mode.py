@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from tsfunc.bridge.sizes.fake_versions import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers
+from tsfunc.bridge.tracers.schemas import signature_of_overload
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
 from tsfunc.dispatch import state
 from tsfunc.ops import (
@@ -318,9 +319,9 @@ def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any
 @functools.cache
 def _place_of_device(overload: OpOverload) -> int | str | None:
     """Return where an operator takes a device: a position, or a keyword."""
-    for i, argument in enumerate(overload._schema.arguments):
-        if str(argument.type) in ("Device", "Optional[Device]"):
-            return argument.name if argument.kwarg_only else i
+    for i, argument in enumerate(signature_of_overload(overload).arguments):
+        if argument.type in ("Device", "Device?"):
+            return argument.name if argument.keyword else i
     return None
 
 
@@ -454,26 +455,29 @@ def scaled_down(call: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented  # torch's rule reports the error
 
 
+# The schema's types of ints, and of the attributes that C++ has as ints.
+_INTS = frozenset({"int", "ScalarType", "Layout", "MemoryFormat"})
+
+
 @functools.cache
 def _arguments(call: Any) -> Sequence[str] | None:
     """Return the names of an operator's arguments; None if it is not served."""
-    schema = call._schema
     if call.name() not in _NAMES and not _has_rule(call.name()):
         return None
     if torch.Tag.inplace_view in call.tags:
         return None
     # An operator with a dropout probability draws nothing if it is 0, which a call checks.
+    signature = signature_of_overload(call)
     draws = torch.Tag.nondeterministic_seeded in call.tags
-    if draws and all(argument.name != "dropout_p" for argument in schema.arguments):
+    if draws and not signature.takes("dropout_p"):
         return None
-    for i, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write and (i > 0 or argument.kwarg_only):
+    for i, argument in enumerate(signature.arguments):
+        if argument.writes and (i > 0 or argument.keyword):
             return None
         known = argument.name in _SIZES or argument.name in _OTHER_INTS
-        if not known and "int" in str(argument.type).lower():
+        if not known and argument.type.rstrip("[]?") in _INTS:
             return None
-    return [argument.name for argument in schema.arguments]
+    return [argument.name for argument in signature.arguments]
 
 
 def _has_rule(name: str) -> bool:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
-from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.user_queries import suppress_guards, suppress_guards_of
 from tsfunc.ops.dims import wrap_dim
 

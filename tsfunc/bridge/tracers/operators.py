@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch._C import (
@@ -23,10 +23,15 @@ from torch._C import (
     _dispatch_has_kernel_for_dispatch_key,
     _jit_resolve_packet,
 )
-from torch._library.custom_ops import _maybe_get_opdef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc import hooks
+from tsfunc.bridge.tracers.schemas import (
+    aliases_of_results,
+    overload_of,
+    overloads_of,
+    signature_of_overload,
+)
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
 from tsfunc.dispatch.keys import backend_of, keys_of_arguments
@@ -34,6 +39,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.dims import NoExamples
 from tsfunc.ops.registry import Args, Kwargs, Rule
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
@@ -102,6 +108,7 @@ class TorchOperator(Operator):
         "reshapes",
         "returned",
         "row",
+        "signature",
         "special",
         "training_argument",
         "writes",
@@ -111,6 +118,7 @@ class TorchOperator(Operator):
     overload: OpOverload
     row: Row | None
     direct_rule: Rule | None
+    signature: OperatorSignature
 
     def __init__(self, overload: OpOverload) -> None:
         # True if it has a composite kernel, which calls other operators and does no checks itself.
@@ -122,6 +130,7 @@ class TorchOperator(Operator):
         super().__init__(name, overload)
         self.outward = overload  # torch itself brings the call to the outer levels
         self.overload = overload
+        self.signature = signature_of_overload(overload)
         self.packet: str = overload.overloadpacket.__name__  # without namespace and overload
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
@@ -129,36 +138,25 @@ class TorchOperator(Operator):
         self.training_argument: int | None = None
         self.probability_argument: int | None = None
         if self.random:
-            self.training_argument = _argument_position(overload, "train", "training")
-            self.probability_argument = _argument_position(overload, "dropout_p", "dropout")
+            self.training_argument = self.signature.position("train", "training")
+            self.probability_argument = self.signature.position("dropout_p", "dropout")
         # True if its rule also gets calls without batched arguments, as far as `needs_rule` says.
         self.always_ruled = self.random or self.name in _ALWAYS_RULED
         # True if it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
-        arguments = overload._schema.arguments
+        arguments = self.signature.arguments
         # Its keyword-only arguments; the function handler sees other arguments as keywords too.
-        self.keywords = frozenset(a.name for a in arguments if a.kwarg_only)
-        self.out_names = tuple(a.name for a in arguments if a.is_out)
-        self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        self.keywords = frozenset(a.name for a in arguments if a.keyword)
+        self.out_names = tuple(a.name for a in arguments if a.out)
+        self.writes = bool(self.signature.mutates)
         # The positions of its written positional arguments.
-        self.written = tuple(
-            i
-            for i, a in enumerate(arguments)
-            if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only
-        )
+        self.written = tuple(i for i, a in enumerate(arguments) if a.writes and not a.keyword)
         if self.name in STATISTICS:
             self.written = (3, 4)
         # True if it returns nothing, and is called for the error that it may raise.
-        self.asserts = not overload._schema.returns and not self.writes
-        self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
-        )
+        self.asserts = not self.signature.returns and not self.writes
         # The written argument that each result is; None for a new result.
-        memory = [_written_memory(argument) for argument in arguments]
-        self.returned = tuple(
-            memory.index(written) if (written := _written_memory(value)) else None
-            for value in overload._schema.returns
-        )
+        self.returned, self.is_view = aliases_of_results(overload)
         # True if it returns its first argument.
         self.inplace = not self.out_names and self.returned == (0,)
 
@@ -175,7 +173,7 @@ class TorchOperator(Operator):
         if self.rule_is_direct:
             for listener in hooks.direct_rule_known.functions:
                 listener(self.name, self)
-        if not any("Tensor" in str(argument.type) for argument in arguments):
+        if not any("Tensor" in argument.type for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 
     @property
@@ -224,18 +222,6 @@ class TorchOperator(Operator):
 _OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size", "aten::stride"})
 
 
-def _written_memory(value: Any) -> frozenset[str] | None:
-    """Return a schema's alias set of an argument or result that is written to, else None."""
-    alias = value.alias_info
-    return frozenset(alias.before_set) if alias is not None and alias.is_write else None
-
-
-def vmap_rule(name: str) -> Any:
-    """Return the ``torch.library.register_vmap`` rule of a custom operator, or None."""
-    defined = _maybe_get_opdef(name)
-    return defined._vmap_fn if defined is not None else None
-
-
 operators_by_id: dict[int, TorchOperator] = {}  # by the ids of their overloads
 _lock = threading.RLock()
 
@@ -264,15 +250,6 @@ def _update_row(row: Row) -> None:
         op.function = op._function()
 
 
-def overload_of(name: str) -> OpOverload | None:
-    """Return the overload of a dispatcher name (``aten::add.Tensor``), or None."""
-    qualified, _, overload = name.partition(".")
-    namespace, _, base = qualified.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
-    chosen = getattr(packet, overload or "default", None)
-    return chosen if isinstance(chosen, OpOverload) else None
-
-
 _FACTORY_ATTRIBUTES = ("dtype", "device")
 _FACTORY_OPTIONS = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
@@ -283,33 +260,24 @@ def runs_in_cpp(function: Any) -> bool:
 
 
 @functools.cache
-def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | None:
-    """Return the functional overload of one that writes to ``out=`` or in place, or None.
+def functional_overload(op: TorchOperator) -> tuple[Any, Sequence[str]] | None:
+    """Return the overload that returns what one writes to ``out=`` or in place, or None.
 
-    The second item has the attributes of ``out=`` that the overload takes as factory arguments
-    instead.
+    It takes the same arguments. The second item has the attributes of ``out=`` that the overload
+    takes as factory arguments instead.
     """
-    arguments = overload._schema.arguments
-    inplace = not any(a.is_out for a in arguments)
-    wanted = [_facts(a, inplace and a is arguments[0]) for a in arguments if not a.is_out]
+    wanted = [(a.name, a.type, a.writes) for a in op.signature.inputs]
+    namespace, _, name = op.name.partition(".")[0].partition("::")
+    if wanted and not op.out_names:
+        wanted[0] = (*wanted[0][:2], False)
+        name = name.removesuffix("_")
     known = {name for name, *_ in wanted}
-    namespace, _, name = overload._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if inplace else name)
-    for which in packet.overloads():
-        form = getattr(packet, which)
-        given = form._schema.arguments
-        made = {a.name for a in given} & _FACTORY_OPTIONS - known
-        rest = [_facts(a) for a in given if a.name not in made]
-        if rest == wanted and not any(a.is_out for a in given):
-            return form, [name for name in _FACTORY_ATTRIBUTES if name in made]
+    for form in overloads_of(f"{namespace}::{name}"):
+        made = {a.name for a in form.arguments} & _FACTORY_OPTIONS - known
+        rest = [(a.name, a.type, a.writes) for a in form.arguments if a.name not in made]
+        if rest == wanted and form.form != "out":
+            return form.call, [name for name in _FACTORY_ATTRIBUTES if name in made]
     return None
-
-
-def _facts(argument: Any, as_read: bool = False) -> tuple[str, str, bool]:
-    """Return the properties that distinguish overloads: an argument's name, type and writes."""
-    alias = argument.alias_info
-    written = alias is not None and alias.is_write and not as_read
-    return argument.name, str(argument.type), written
 
 
 def _resolve(op: Any) -> Sequence[Operator] | None:
@@ -403,79 +371,14 @@ def python_function(op: TorchOperator) -> tuple[Any, int | None]:
         for owner in (torch, torch.nn.functional):
             function = getattr(owner, name, None)
             if isinstance(function, type(torch.sin)):
-                return function, _argument_position(overload, "reduction")
+                return function, op.signature.position("reduction")
     return None, None
-
-
-def _argument_position(overload: OpOverload, *names: str) -> int | None:
-    """Return the position of the argument with one of these names in the schema, or None."""
-    return next(
-        (i for i, argument in enumerate(overload._schema.arguments) if argument.name in names), None
-    )
 
 
 # Operators that torch has as methods alone; these take the sizes as arguments of their own, too.
 METHODS_OF_SIZES: Final = {"aten::view": torch.Tensor.view, "aten::expand": torch.Tensor.expand}
 # Python functions of these names differ from the operators of the same names.
 _OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})
-
-
-# --- the arguments of operators, as their schemas declare them
-
-
-class OperatorArgument(NamedTuple):
-    """One argument of an operator.
-
-    Attributes:
-        type: the type in the schema: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
-        aliased: True if a result may share its memory.
-        written: True if the operator writes to it.
-        has_default: True if it may be omitted.
-    """
-
-    name: str
-    type: str
-    aliased: bool
-    written: bool
-    has_default: bool
-
-
-@functools.cache
-def _arguments(overload: OpOverload) -> tuple[OperatorArgument, ...]:
-    return tuple(
-        OperatorArgument(
-            a.name,
-            str(a.type),
-            a.alias_info is not None,
-            a.alias_info is not None and a.alias_info.is_write,
-            a.has_default_value(),
-        )
-        for a in overload._schema.arguments
-    )
-
-
-def arguments_of(op: TorchOperator) -> tuple[OperatorArgument, ...]:
-    """Return an operator's arguments, in order."""
-    return _arguments(op.overload)
-
-
-def bind_arguments(
-    op: TorchOperator, args: Args, kwargs: Kwargs
-) -> Iterator[tuple[OperatorArgument, Any]]:
-    """Yield the arguments of a call, each with its value.
-
-    Raises:
-        TypeError: there are too many arguments, or an unknown keyword.
-    """
-    declared = arguments_of(op)
-    if len(args) > len(declared):
-        raise TypeError(f"{op.name}: expected at most {len(declared)} arguments, got {len(args)}")
-    yield from zip(declared, args, strict=False)
-    names = {argument.name: argument for argument in declared}
-    for name, value in kwargs.items():
-        if name not in names:
-            raise TypeError(f"{op.name}: got an unknown argument {name}")
-        yield names[name], value
 
 
 # The packets whose results have undefined elements.
@@ -492,12 +395,12 @@ def draws(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     """
     if not op.random:
         return False
-    schema = op.overload._schema.arguments
 
     def given(position: int | None) -> Any:
         if position is None or position < len(args):
             return None if position is None else args[position]
-        return kwargs.get(schema[position].name, schema[position].default_value)
+        argument = op.signature.arguments[position]
+        return kwargs.get(argument.name, argument.default)
 
     probability = given(op.probability_argument)
     if isinstance(probability, int | float) and probability == 0:

@@ -40,7 +40,8 @@ from torch._C import _parse_dispatch_key
 from tsfunc import hooks
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.operators import draws, operator_of, overload_of
+from tsfunc.bridge.tracers.operators import draws, operator_of
+from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
@@ -209,7 +210,7 @@ def _random_out_kernel(overload: Any, key: str) -> Callable[..., Any]:
     Only tensors of the level can store one draw per example.
     """
     rest = after(key)
-    outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+    outs = operator_of(overload).out_names
 
     def into(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for level in reversed(current_levels()):

@@ -1,7 +1,8 @@
-"""Schemas of torch's operators as plain data, for the catalogue in ``ops``."""
+"""Schemas of torch's operators as plain data."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch._C import (
     _dispatch_get_all_op_names,
     _dispatch_has_kernel_for_dispatch_key,
 )
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from tsfunc.bridge.tracers.operators import overload_of, vmap_rule
 from tsfunc.ops.catalogue.signature import Argument, OperatorSignature, Reader
 
 
@@ -24,10 +24,23 @@ def registered(namespace: str) -> list[str]:
     return sorted(name for name in _dispatch_get_all_op_names() if name.startswith(start))
 
 
+def overload_of(name: str) -> OpOverload | None:
+    """Return the overload of a dispatcher name (``aten::add.Tensor``), or None."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, base = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
+    chosen = getattr(packet, overload or "default", None)
+    return chosen if isinstance(chosen, OpOverload) else None
+
+
 def signature_of(name: str) -> OperatorSignature | None:
     """Return the schema of a dispatcher name, or None if torch has no such operator."""
     overload = overload_of(name)
-    return _signature(overload) if overload is not None and _is_registered(overload) else None
+    return (
+        signature_of_overload(overload)
+        if overload is not None and _is_registered(overload)
+        else None
+    )
 
 
 def overloads_of(packet: str) -> Iterator[OperatorSignature]:
@@ -37,7 +50,7 @@ def overloads_of(packet: str) -> Iterator[OperatorSignature]:
     if isinstance(operators, OpOverloadPacket):
         for overload in (getattr(operators, name) for name in operators.overloads()):
             if _is_registered(overload):
-                yield _signature(overload)
+                yield signature_of_overload(overload)
 
 
 def _is_registered(overload: OpOverload) -> bool:
@@ -49,7 +62,9 @@ def _is_registered(overload: OpOverload) -> bool:
     return True
 
 
-def _signature(overload: OpOverload) -> OperatorSignature:
+@functools.cache
+def signature_of_overload(overload: OpOverload) -> OperatorSignature:
+    """Return the schema of an overload."""
     schema = overload._schema
     return OperatorSignature(
         overload.name(),
@@ -76,6 +91,21 @@ def _argument(argument: Any) -> Argument:
     )
 
 
+def aliases_of_results(overload: OpOverload) -> tuple[tuple[int | None, ...], bool]:
+    """Return the written argument that each result is, or None; and True if a result is a view."""
+    schema = overload._schema
+    memory = [_written_memory(argument) for argument in schema.arguments]
+    written = [_written_memory(value) for value in schema.returns]
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return tuple(memory.index(each) if each else None for each in written), views
+
+
+def _written_memory(value: Any) -> frozenset[str] | None:
+    """Return a schema's alias set of an argument or result that is written to, else None."""
+    alias = value.alias_info
+    return frozenset(alias.before_set) if alias is not None and alias.is_write else None
+
+
 def _spelled(kind: str) -> str:
     """Return a type such as ``Optional[List[Tensor]]`` as schemas write it: ``Tensor[]?``."""
     for long, mark in (("Optional[", "?"), ("List[", "[]")):
@@ -97,6 +127,12 @@ def name_of(operator: Any) -> str:
     if isinstance(operator, OpOverloadPacket) and len(operator.overloads()) == 1:
         operator = getattr(operator, operator.overloads()[0])
     return operator.name() if isinstance(operator, OpOverload) else str(operator)
+
+
+def vmap_rule(name: str) -> Any:
+    """Return the ``torch.library.register_vmap`` rule of a custom operator, or None."""
+    defined = _maybe_get_opdef(name)
+    return defined._vmap_fn if defined is not None else None
 
 
 READER = Reader(name_of, signature_of, overloads_of, registered, has_fake_kernel, vmap_rule)

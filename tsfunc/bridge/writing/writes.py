@@ -231,7 +231,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
         if op.name in STATISTICS:
             return _running(func, args)
         written = [args[i] for i in op.written if i < len(args)]
-        arguments = func._schema.arguments
+        arguments = op.signature.arguments
         named = [arguments[i].name for i in op.written if i >= len(args)]
         return written + [kwargs[name] for name in (*named, *op.out_names) if name in kwargs]
     if "out" in kwargs:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,35 @@ class OperatorSignature:
     def takes(self, *names: str) -> bool:
         """True if the operator has an argument of one of these names."""
         return any(a.name in names for a in self.arguments)
+
+    def position(self, *names: str) -> int | None:
+        """Return the position of the argument with one of these names, or None."""
+        return next((i for i, a in enumerate(self.arguments) if a.name in names), None)
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Argument, Any]]:
+        """Yield the arguments of a call, each with its value.
+
+        Raises:
+            TypeError: there are too many arguments, or an argument is unknown or given twice.
+        """
+        positional = [a for a in self.arguments if not a.keyword]
+        if len(args) > len(positional):
+            count = len(positional)
+            raise TypeError(f"{self.name}: expected at most {count} arguments, got {len(args)}")
+        yield from zip(positional, args, strict=False)
+        rest = {a.name: a for a in self.arguments}
+        for argument, _ in zip(positional, args, strict=False):
+            del rest[argument.name]
+        for name, value in kwargs.items():
+            if name not in rest:
+                raise TypeError(
+                    f"{self.name}: got {name} twice"
+                    if self.takes(name)
+                    else f"{self.name}: got an unknown argument {name[:40]!r}"
+                )
+            yield rest[name], value
 
     def __str__(self) -> str:
         shown = [f"{a.type} {a.name}" for a in self.arguments]

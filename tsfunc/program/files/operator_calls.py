@@ -122,28 +122,22 @@ def misfit(
     kind_of: Callable[[torch.fx.Node], Kind],
 ) -> str | None:
     """Return the mismatch between a call and an operator's schema; None if they match."""
-    positional = [a for a in signature.arguments if not a.keyword]
-    if len(args) > len(positional):
-        return f"{signature.name}: expected {len(positional)} arguments, got {len(args)}"
-    given = dict(zip((a.name for a in positional), args, strict=False))
-    for name, value in kwargs.items():
-        if name in given:
-            return f"{signature.name}: got {name} twice"
-        given[name] = value
+    try:
+        given = {argument.name: value for argument, value in signature.bind(args, kwargs)}
+    except TypeError as error:
+        return str(error)
     for argument in signature.arguments:
         if argument.name not in given:
             if argument.required:
                 return f"{signature.name}: expected an argument {argument.name}, got none"
             continue
-        value = given.pop(argument.name)
+        value = given[argument.name]
         single = argument.count and argument.type.rstrip("?").endswith("[]")
         if single and not isinstance(value, list | tuple) and value is not None:
             value = [value]
         if not _fits(value, argument.type, kind_of):
             expected = f"{argument.name} of type {argument.type}"
             return f"{signature.name}: expected {expected}, got {value!r:.60}"
-    for name in given:
-        return f"{signature.name}: got an unknown argument {name[:40]!r}"
     return None
 
 

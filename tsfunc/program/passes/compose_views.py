@@ -29,7 +29,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.operators import TorchOperator, bind_arguments, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.writing.storages import memory_of
 from tsfunc.dispatch import state
 from tsfunc.ops.dims import wrap_dim
@@ -130,7 +130,7 @@ def _drop_kept_dims(
     """Replace a view of a reduction by a reduction that does not keep its dims; True if done."""
     if _name(source) not in _KEEPING_DIMS or len(source.users) > 1 or "call" in source.meta:
         return False
-    given = bind_arguments(source.meta["op"], source.args, source.kwargs)
+    given = source.meta["op"].signature.bind(source.args, source.kwargs)
     values = {argument.name: value for argument, value in given}
     dims, kept, value = values.get("dim"), source.meta["val"], node.meta["val"]
     if values.get("keepdim") is not True or not dims or not _fixed(kept) or not _fixed(value):

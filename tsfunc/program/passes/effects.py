@@ -16,8 +16,6 @@ from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
-    arguments_of,
-    bind_arguments,
     draws,
     updates_statistics,
 )
@@ -210,7 +208,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             # A composite operator may return its argument without declaring it (dropout).
             yield from node.all_input_nodes
         return
-    for argument, value in bind_arguments(op, node.args, node.kwargs):
+    for argument, value in op.signature.bind(node.args, node.kwargs):
         if argument.aliased:
             yield from nodes_in(value)
 
@@ -218,7 +216,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 @functools.cache
 def declares_sharing(op: TorchOperator) -> bool:
     """True if an operator declares that a result may share the memory of an argument."""
-    return any(argument.aliased for argument in arguments_of(op))
+    return any(argument.aliased for argument in op.signature.arguments)
 
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:

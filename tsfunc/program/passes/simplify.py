@@ -29,7 +29,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator, bind_arguments, operator_of
+from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator, operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 from tsfunc.program.passes.compose_views import compose_views
@@ -126,7 +126,7 @@ def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
         if name not in _ITSELF and name not in _EQUAL:
             continue
         arguments = {
-            argument.name: value for argument, value in bind_arguments(op, node.args, node.kwargs)
+            argument.name: value for argument, value in op.signature.bind(node.args, node.kwargs)
         }
         source = next(iter(arguments.values()), None)
         if not isinstance(source, torch.fx.Node) or not _same_metadata(source, node):

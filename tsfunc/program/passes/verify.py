@@ -18,13 +18,9 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.trace.rerun import FakeRerun, difference
-from tsfunc.bridge.tracers.operators import (
-    OperatorArgument,
-    TorchOperator,
-    arguments_of,
-    bind_arguments,
-)
+from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.errors import MalformedProgramError
+from tsfunc.ops.catalogue.signature import Argument
 
 
 def verify(
@@ -94,7 +90,7 @@ class _Check:
             if op.overload is not node.target:
                 self._fail(node, f"its operator is {op.name}, but it calls {node.target}.")
             try:
-                given = list(bind_arguments(op, node.args, node.kwargs))
+                given = list(op.signature.bind(node.args, node.kwargs))
             except TypeError as error:
                 self._fail(node, f"{error}.")
             for argument, value in given:
@@ -105,8 +101,8 @@ class _Check:
                         f"{value!r}.",
                     )
             there = {argument.name for argument, _ in given}
-            for argument in arguments_of(op):
-                if not argument.has_default and argument.name not in there:
+            for argument in op.signature.arguments:
+                if argument.required and argument.name not in there:
                     self._fail(node, f"{op.name}: expected an argument {argument.name}, got none.")
 
     def results(self, facts: Sequence[str]) -> None:
@@ -181,21 +177,23 @@ def _items(node: torch.fx.Node, rerun: FakeRerun) -> Iterator[tuple[Any, Any]]:
             yield user.args[1], user.meta.get("number") if said is None else rerun.like(said)
 
 
-_NUMBERS = ("int", "float", "bool", "number")
+_NUMBERS = frozenset({
+    "int", "float", "bool", "number", "ScalarType", "Layout", "MemoryFormat",
+})  # fmt: skip
 
 
-def _is_kind(argument: OperatorArgument, value: Any) -> bool:
+def _is_kind(argument: Argument, value: Any) -> bool:
     """True if a value in a graph may be passed for an argument."""
     kind = argument.type
     if value is None:
-        return kind.startswith("Optional") or argument.has_default or kind == "Any"
-    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
+        return kind.endswith("?") or not argument.required or kind == "Any"
+    kind = kind.removesuffix("?")
     if kind == "Tensor":
         # torch converts numbers to tensors.
         return isinstance(value, torch.fx.Node | int | float | complex)
-    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+    if kind in ("Tensor[]", "Tensor?[]"):
         return isinstance(value, list | tuple) and all(v is None or _is_tensor(v) for v in value)
-    if kind.startswith("List"):
+    if kind.endswith("[]"):
         items = value if isinstance(value, list | tuple) else [value]
         return not any(_is_tensor(item) or isinstance(item, str) for item in items)
     return not _is_tensor(value) and not (kind in _NUMBERS and isinstance(value, str | list))
