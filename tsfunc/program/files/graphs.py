@@ -59,39 +59,8 @@ from tsfunc.user_code import source_line
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
-@dataclass(frozen=True)
-class EncodeGraph:
-    """Writes the parts of control flow.
-
-    Attributes:
-        graph: writes the graph of a body.
-        callees: the functions that the program calls.
-    """
-
-    graph: Callable[[torch.fx.Graph], Any]
-    callees: CalleeWriter
-
-    def __call__(self, graph: torch.fx.Graph) -> Any:
-        return self.graph(graph)
-
-
-@dataclass(frozen=True)
-class DecodeGraph:
-    """Reads the parts of control flow.
-
-    Attributes:
-        graph: reads the graph of a body.
-        made_with: the torch version of the file, for errors.
-        callees: the functions that the program calls.
-    """
-
-    graph: Callable[[Field], torch.fx.Graph]
-    device: Callable[[Field], torch.device]
-    made_with: str
-    callees: CalleeReader
-
-    def __call__(self, field: Field) -> torch.fx.Graph:
-        return self.graph(field)
+# The keys of an operator's JSON, each with an attribute of the operator or with its encoder.
+Fields = Mapping[str, "str | Callable[[Any, GraphWriter], Any]"]
 
 
 @dataclass(frozen=True)
@@ -100,15 +69,15 @@ class ControlKind:
 
     Attributes:
         cls: the class of its operators.
-        encode: returns the JSON fields of an operator, its bodies included.
-        decode: makes an operator from its JSON, its name, a reader of the graphs of bodies, and
-            the kinds of its operands; reports inconsistent JSON with ``Field.fail``.
+        fields: the JSON besides ``kind`` and ``name``.
+        decode: makes an operator from its JSON, its name, the reader of its graph, the kinds of its
+            operands, and its fields; reports inconsistent JSON with ``Field.fail``.
     """
 
     name: str
     cls: type[ControlFlow]
-    encode: Callable[[Any, EncodeGraph], dict[str, Any]]
-    decode: Callable[[Field, str, DecodeGraph, Sequence[Any]], ControlFlow]
+    fields: Fields
+    decode: Callable[..., ControlFlow]
 
 
 _by_name: dict[str, ControlKind] = {}
@@ -119,7 +88,7 @@ def register_control(kind: ControlKind) -> None:
     _by_name[kind.name] = kind
 
 
-def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
+def encode_control(op: ControlFlow, writer: GraphWriter) -> dict[str, Any]:
     """Return a control-flow operator as JSON.
 
     Raises:
@@ -127,35 +96,43 @@ def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
     """
     for kind in _by_name.values():
         if type(op) is kind.cls:
-            return {"kind": kind.name, "name": op.name, **kind.encode(op, graph)}
+            fields = {
+                key: _encode_attribute(getattr(op, field), writer)
+                if isinstance(field, str)
+                else field(op, writer)
+                for key, field in kind.fields.items()
+            }
+            return {"kind": kind.name, "name": op.name, **fields}
     raise NoFileForm(f"{op.name}, which runs Python code of its own")
 
 
-def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
-    return [
-        {"name": body.name, "graph": graph(body.graph), "inputs": list(body.inputs)}
-        for body in op.bodies
-    ]
+def _encode_attribute(value: Any, writer: GraphWriter) -> Any:
+    """Return an attribute of a control-flow operator as JSON."""
+    if isinstance(value, ControlFlow):
+        return encode_control(value, writer)
+    if isinstance(value, Body):
+        graph = writer.of_body().write(value.graph)
+        return {"name": value.name, "graph": graph, "inputs": list(value.inputs)}
+    if isinstance(value, list | tuple):
+        return [_encode_attribute(item, writer) for item in value]
+    return str(value) if isinstance(value, torch.device) else value
 
 
-def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> ControlFlow:
-    """Return the operator that ``encode_control`` wrote.
-
-    Args:
-        graph: reads the graph of a body.
-    """
+def decode_control(field: Field, reader: GraphReader, kinds: Sequence[Any]) -> ControlFlow:
+    """Return the operator that ``encode_control`` wrote, for operands of these kinds."""
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
-    return kind.decode(field, name, graph, kinds)
+    _, _, *fields = field.record("kind", "name", *kind.fields)
+    return kind.decode(field, name, reader, kinds, *fields)
 
 
-def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
-    """Return the bodies that ``encode_bodies`` wrote, for operands of these kinds."""
+def decode_bodies(field: Field, reader: GraphReader, kinds: Sequence[Any]) -> list[Body]:
+    """Return the bodies of an operator, for operands of these kinds."""
     bodies = []
     for each in field.items():
         name, inner, inputs_field = each.record("name", "graph", "inputs")
         inputs = tuple(at.integer(0, len(kinds) - 1) for at in inputs_field.items())
-        read = graph(inner)
+        read = reader.of_body().read(inner)
         own = [node for node in read.nodes if node.op == "placeholder"]
         if len(own) != len(inputs):
             inputs_field.fail(f"expected {len(own)} inputs of the graph, got {len(inputs)}")
@@ -211,41 +188,62 @@ class ClosureValues:
         return {"generator": {"device": str(value.device), "state": self.generator(value)}}
 
 
-def encode_graph(
-    graph: torch.fx.Graph,
-    closure: ClosureValues,
-    names: Mapping[Any, Any] | None,
-    callees: CalleeWriter,
-    state: Sequence[torch.fx.Node] = (),
-) -> Any:
-    """Return a graph as JSON.
+class GraphWriter:
+    """Writes one graph.
 
-    Args:
+    Attributes:
         closure: the closed-over values.
         names: the names of the symbols of sizes; None: the types of values are left out.
         callees: the functions that the program calls.
         state: ``get_attr`` nodes that are inputs in the file, after the other inputs.
-
-    Raises:
-        NoFileForm: a file can't hold one of its nodes.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    nodes = [
-        {"name": node.name, "input": _kind_of_input(node), **_facts(node, names)}
-        for node in (*inputs, *state)
-    ]
-    outputs: Any = []
-    for node in graph.nodes:
-        if node.op == "output":
-            outputs = [encode(value, str, closure.container) for value in node.args[0]]
-            continue
-        if node.op == "placeholder" or node in state:
-            continue
+
+    def __init__(
+        self,
+        closure: ClosureValues,
+        names: Mapping[Any, Any] | None,
+        callees: CalleeWriter,
+        state: Sequence[torch.fx.Node] = (),
+    ) -> None:
+        self.closure, self.names, self.callees, self.state = closure, names, callees, state
+
+    def of_body(self) -> GraphWriter:
+        """Return the writer of a body of control flow."""
+        return GraphWriter(self.closure.of_body(), self.names, self.callees)
+
+    def write(self, graph: torch.fx.Graph) -> Any:
+        """Return a graph as JSON.
+
+        Raises:
+            NoFileForm: a file can't hold one of its nodes.
+        """
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        *nodes, output = dict.fromkeys((*inputs, *self.state, *graph.nodes))
+        return {
+            "nodes": [self._node(node) for node in nodes],
+            "outputs": [encode(value, str, self.closure.container) for value in output.args[0]],
+        }
+
+    def _node(self, node: torch.fx.Node) -> dict[str, Any]:
         try:
-            nodes.append({**_encode_node(node, closure, names, callees), **_facts(node, names)})
+            if "effect" in node.meta:
+                called = "tsfunc.debug or tsfunc.check, which is a Python function"
+                raise NoFileForm(f"a call of {called}")
+            for kind in NODE_KINDS:
+                encoded = kind.encode(node, self)
+                if encoded is not None:
+                    return {"name": node.name, **encoded, **_facts(node, self.names)}
+            raise NoFileForm(f"a call of {getattr(node.target, '__name__', node.target)}")
         except NoFileForm as error:
             raise error.within(_where(node)) from None
-    return {"nodes": nodes, "outputs": outputs}
+
+    def call(self, node: torch.fx.Node, key: str, called: Any) -> dict[str, Any]:
+        """Return the JSON of a call."""
+        return {
+            key: called,
+            "args": [self.closure.encode(arg) for arg in node.args],
+            "kwargs": {name: self.closure.encode(arg) for name, arg in node.kwargs.items()},
+        }
 
 
 def _where(node: torch.fx.Node) -> str:
@@ -283,52 +281,6 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     return facts if display is None else {"display": display}
 
 
-def _kind_of_input(node: torch.fx.Node) -> str:
-    known = node.meta.get("kind")  # the metadata of a node that was read from a file
-    if known is None:
-        known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
-    return str(known)
-
-
-def _encode_node(
-    node: torch.fx.Node,
-    closure: ClosureValues,
-    names: Mapping[Any, Any] | None,
-    callees: CalleeWriter,
-) -> dict[str, Any]:
-    target: Any = node.target
-    if node.op == "get_attr":
-        return {"name": node.name, "lifted": closure.tensor(str(target))}
-    if target is operator.getitem:
-        of, index = node.args
-        assert isinstance(of, torch.fx.Node)
-        return {"name": node.name, "item": index, "of": of.name}
-    called: dict[str, Any]
-    op = node.meta.get("op")
-    if "effect" in node.meta:
-        raise NoFileForm("a call of tsfunc.debug or tsfunc.check, which is a Python function")
-    if isinstance(target, ControlFlow):
-        inner = closure.of_body()
-        parts = EncodeGraph(lambda graph: encode_graph(graph, inner, names, callees), callees)
-        called = {"control": encode_control(target, parts)}
-    elif isinstance(op, TorchOperator):
-        called = {"operator": op.name}
-    elif target is check_size:
-        called = {"operator": _ASSERTION}
-    elif "::" in name_of(target):
-        called = {"operator": name_of(target)}
-    elif target in NAMES_OF_FUNCTIONS:
-        called = {"function": NAMES_OF_FUNCTIONS[target]}
-    else:
-        raise NoFileForm(f"a call of {getattr(target, '__name__', target)}")
-    return {
-        "name": node.name,
-        **called,
-        "args": [closure.encode(arg) for arg in node.args],
-        "kwargs": {name: closure.encode(arg) for name, arg in node.kwargs.items()},
-    }
-
-
 def _refuse_tensor(name: str) -> str:
     raise NoFileForm(f"the tensor {name} inside of control flow")
 
@@ -352,19 +304,19 @@ class GraphReader:
         callees: CalleeReader,
         is_body: bool = False,
     ) -> None:
-        self._callees, self._is_body = callees, is_body
-        self._tensors = tensors
+        self.callees, self.is_body = callees, is_body
+        self.tensors = tensors
         self._device = device
         self._types = types
-        self._made_with = made_with
-        self._values = ValueReader(self._known, device).with_other({"generator": self._generator})
+        self.made_with = made_with
+        self._values = ValueReader(self.known, device).with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}
-        self._kinds: dict[torch.fx.Node, Kind] = {}
+        self.kinds: dict[torch.fx.Node, Kind] = {}
         self.graph = torch.fx.Graph()
         self.lifted: dict[str, torch.Tensor] = {}
 
     def read(self, field: Field) -> torch.fx.Graph:
-        """Return the graph that ``encode_graph`` wrote."""
+        """Return the graph that a ``GraphWriter`` wrote."""
         nodes, outputs = field.record("nodes", "outputs")
         for each in nodes.items():
             self._node(each)
@@ -381,32 +333,26 @@ class GraphReader:
             field.expected("the value of a leaf")
         return value
 
-    def _known(self, field: Field) -> torch.fx.Node:
+    def known(self, field: Field) -> torch.fx.Node:
+        """Return a node that was read before, by its name."""
         name = field.text()
         if name not in self._nodes:
             field.fail(f"there is no node {name[:40]!r} before this one")
         return self._nodes[name]
 
     def _node(self, field: Field) -> None:
-        readers = {
-            "input": self._input,
-            "lifted": self._lifted_tensor,
-            "operator": self._operator,
-            "function": self._function,
-            "item": self._item,
-            "control": self._control,
-        }
-        kinds = [kind for kind in readers if field.get(kind) is not None]
+        kinds = [kind for kind in NODE_KINDS if field.get(kind.key) is not None]
         if len(kinds) != 1:
             field.expected("a node")
         name = field.at("name").text(_LONG_NAME, "the name of a node")
         if name in self._nodes or name in _RESERVED or keyword.iskeyword(name):
             field.at("name").expected("another name")
-        kind, node = readers[kinds[0]](field, name)
+        field.require_keys(("name", kinds[0].key, *kinds[0].keys), _OPTIONAL)
+        kind, node = kinds[0].decode(self, field, name)
         if node.name != name:
             field.at("name").expected("a name that code can have")
         self._nodes[name] = node
-        self._kinds[node] = kind
+        self.kinds[node] = kind
         self._read_facts(field, node)
 
     def _read_facts(self, field: Field, node: torch.fx.Node) -> None:
@@ -427,84 +373,22 @@ class GraphReader:
         if line is not None:
             node.meta["location"] = line.line()
 
-    def _input(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "input"), _OPTIONAL)
-        kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
-        if any(node.op != "placeholder" for node in self._nodes.values()):
-            field.fail("inputs come first")
-        node = self.graph.create_node("placeholder", name, name=name)
-        node.meta["kind"] = kind
-        return kind, node
-
-    def _lifted_tensor(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "lifted"), _OPTIONAL)
-        if self._is_body:
-            field.fail("there are no tensors of the file inside of control flow")
-        self.lifted[name] = self._tensors.tensor(field.at("lifted"))
-        return TENSOR, self.graph.create_node("get_attr", name, name=name)
-
-    def _operator(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        args, kwargs = self._arguments(field, "operator")
-        op, signature = operator_named(field.at("operator"), self._made_with)
-        wrong = misfit(signature, args, kwargs, self._kinds.__getitem__)
-        if wrong is not None:
-            field.fail(wrong)
-        if op.name == _ASSERTION and len(args) == 2:
-            return NOTHING, self.graph.create_node("call_function", check_size, args, name=name)
-        node = self.graph.create_node("call_function", op.overload, args, kwargs, name=name)
-        node.meta["op"] = op
-        return kind_of_results(signature), node
-
-    def _function(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        args, kwargs = self._arguments(field, "function")
-        function = function_named(field.at("function"))
-        if function is torch.Size:
-            if kwargs or len(args) != 1 or type(args[0]) is not list or not self._numbers(args[0]):
-                field.fail("a shape is made of a list of numbers")
-            return [NUMBER], self.graph.create_node("call_function", function, args, name=name)
-        if kwargs or not 1 <= len(args) <= 3 or not self._numbers(args):
-            field.fail("a function on sizes takes one to three numbers")
-        return NUMBER, self.graph.create_node("call_function", function, args, name=name)
-
-    def _numbers(self, values: Sequence[Any]) -> bool:
-        return all(
-            self._kinds[value] == NUMBER
-            if isinstance(value, torch.fx.Node)
-            else type(value) in (int, float, bool)
-            for value in values
+    def of_body(self) -> GraphReader:
+        """Return the reader of a body of control flow."""
+        return GraphReader(
+            self.tensors, self._device, self._types, self.made_with, self.callees, is_body=True
         )
 
-    def _item(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "item", "of"), _OPTIONAL)
-        of, index = self._known(field.at("of")), field.at("item").integer(0, 1 << 31)
-        kind = kind_of_item(self._kinds[of], index)
-        if kind is None:
-            field.fail(f"{of.name} has no item {index}")
-        node = self.graph.create_node("call_function", operator.getitem, (of, index), name=name)
-        return kind, node
-
-    def _control(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        args, kwargs = self._arguments(field, "control")
-        kinds = [self._kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
-        if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
-            field.fail("control flow takes tensors and numbers")
-        parts = DecodeGraph(self._body, self._values.device, self._made_with, self._callees)
-        op = decode_control(field.at("control"), parts, kinds)
-        return [TENSOR], self.graph.create_node("call_function", op, args, name=name)
-
-    def _body(self, field: Field) -> torch.fx.Graph:
-        reader = GraphReader(
-            self._tensors, self._device, self._types, self._made_with,
-            self._callees, is_body=True,
-        )  # fmt: skip
-        return reader.read(field)
+    def device(self, field: Field) -> torch.device:
+        """Return a device, as it is replaced."""
+        return self._values.device(field)
 
     def _generator(self, field: Field) -> torch.Generator:
         device, state = field.record("device", "state")
-        return self._tensors.generator(state, self._values.device(device))
+        return self.tensors.generator(state, self.device(device))
 
-    def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)
+    def arguments(self, field: Field) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call."""
         args = tuple(self._values.decode(arg) for arg in field.at("args").items())
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():
@@ -512,3 +396,149 @@ class GraphReader:
                 value.fail("not the name of an argument")
             kwargs[name] = self._values.decode(value)
         return args, kwargs
+
+    def call(
+        self, target: Any, name: str, args: tuple[Any, ...], kwargs: Any = None
+    ) -> torch.fx.Node:
+        """Return a new node that calls a target."""
+        return self.graph.create_node("call_function", target, args, kwargs, name=name)
+
+
+# --- the kinds of nodes: each with its encoder and its decoder
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """A kind of node.
+
+    Attributes:
+        key: the key of the JSON that only nodes of this kind have.
+        keys: the other keys, besides the name and the metadata.
+        encode: returns the JSON of all these keys; None for a node of another kind.
+        decode: makes the node from its JSON and its name; also returns the kind of its value.
+    """
+
+    key: str
+    keys: tuple[str, ...]
+    encode: Callable[[torch.fx.Node, GraphWriter], dict[str, Any] | None]
+    decode: Callable[[GraphReader, Field, str], tuple[Kind, torch.fx.Node]]
+
+
+def _encode_input(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    if node.op != "placeholder" and node not in writer.state:
+        return None
+    known = node.meta.get("kind")  # the metadata of a node that was read from a file
+    if known is None:
+        known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+    return {"input": str(known)}
+
+
+def _decode_input(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
+    if any(node.op != "placeholder" for node in reader.kinds):
+        field.fail("inputs come first")
+    node = reader.graph.create_node("placeholder", name, name=name)
+    node.meta["kind"] = kind
+    return kind, node
+
+
+def _encode_tensor(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    return {"lifted": writer.closure.tensor(str(node.target))} if node.op == "get_attr" else None
+
+
+def _decode_tensor(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    if reader.is_body:
+        field.fail("there are no tensors of the file inside of control flow")
+    reader.lifted[name] = reader.tensors.tensor(field.at("lifted"))
+    return TENSOR, reader.graph.create_node("get_attr", name, name=name)
+
+
+def _encode_item(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    if node.target is not operator.getitem:
+        return None
+    of, index = node.args
+    assert isinstance(of, torch.fx.Node)
+    return {"item": index, "of": of.name}
+
+
+def _decode_item(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    of, index = reader.known(field.at("of")), field.at("item").integer(0, 1 << 31)
+    kind = kind_of_item(reader.kinds[of], index)
+    if kind is None:
+        field.fail(f"{of.name} has no item {index}")
+    return kind, reader.call(operator.getitem, name, (of, index))
+
+
+def _encode_control(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    if not isinstance(node.target, ControlFlow):
+        return None
+    return writer.call(node, "control", encode_control(node.target, writer))
+
+
+def _decode_control(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    args, kwargs = reader.arguments(field)
+    kinds = [reader.kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
+    if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
+        field.fail("control flow takes tensors and numbers")
+    return [TENSOR], reader.call(decode_control(field.at("control"), reader, kinds), name, args)
+
+
+def _encode_operator(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    op = node.meta.get("op")
+    if isinstance(op, TorchOperator):
+        called = op.name
+    else:
+        called = _ASSERTION if node.target is check_size else name_of(node.target)
+    return writer.call(node, "operator", called) if "::" in called else None
+
+
+def _decode_operator(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    args, kwargs = reader.arguments(field)
+    op, signature = operator_named(field.at("operator"), reader.made_with)
+    wrong = misfit(signature, args, kwargs, reader.kinds.__getitem__)
+    if wrong is not None:
+        field.fail(wrong)
+    if op.name == _ASSERTION and len(args) == 2:
+        return NOTHING, reader.call(check_size, name, args)
+    node = reader.call(op.overload, name, args, kwargs)
+    node.meta["op"] = op
+    return kind_of_results(signature), node
+
+
+def _encode_function(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
+    if node.target not in NAMES_OF_FUNCTIONS:
+        return None
+    return writer.call(node, "function", NAMES_OF_FUNCTIONS[node.target])
+
+
+def _decode_function(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+    args, kwargs = reader.arguments(field)
+    function = function_named(field.at("function"))
+    if function is torch.Size:
+        listed = len(args) == 1 and type(args[0]) is list
+        if kwargs or not listed or not _are_numbers(args[0], reader):
+            field.fail("a shape is made of a list of numbers")
+        return [NUMBER], reader.call(function, name, args)
+    if kwargs or not 1 <= len(args) <= 3 or not _are_numbers(args, reader):
+        field.fail("a function on sizes takes one to three numbers")
+    return NUMBER, reader.call(function, name, args)
+
+
+def _are_numbers(values: Sequence[Any], reader: GraphReader) -> bool:
+    return all(
+        reader.kinds[value] == NUMBER
+        if isinstance(value, torch.fx.Node)
+        else type(value) in (int, float, bool)
+        for value in values
+    )
+
+
+_CALL = ("args", "kwargs")
+NODE_KINDS = (
+    NodeKind("input", (), _encode_input, _decode_input),
+    NodeKind("lifted", (), _encode_tensor, _decode_tensor),
+    NodeKind("item", ("of",), _encode_item, _decode_item),
+    NodeKind("control", _CALL, _encode_control, _decode_control),
+    NodeKind("operator", _CALL, _encode_operator, _decode_operator),
+    NodeKind("function", _CALL, _encode_function, _decode_function),
+)

@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
-from tsfunc.program.files.graphs import ClosureValues, GraphReader, encode_graph
+from tsfunc.program.files.graphs import ClosureValues, GraphReader, GraphWriter
 from tsfunc.program.files.json_values import (
     NoFileForm,
     Trees,
@@ -227,7 +227,7 @@ def encode_program(
 
     closure = ClosureValues(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
-    graph = encode_graph(program.graph, closure, named, callees, in_cells)
+    graph = GraphWriter(closure, named, callees, in_cells).write(program.graph)
     if callees.entries:
         _require_settings(call_spec)
     return {
@@ -269,10 +269,11 @@ def _encode_part(
             raise NoFileForm(f"a rule that reads state that the program assigns, in {part.name}")
         return tensors.name(tensor)
 
+    writer = GraphWriter(ClosureValues(lifted, tensors.generator), None, callees)
     return {
         "name": printable(part.name),
         "inputs": list(part.inputs),
-        "graph": encode_graph(part.graph, ClosureValues(lifted, tensors.generator), None, callees),
+        "graph": writer.write(part.graph),
     }
 
 

@@ -1,4 +1,4 @@
-"""Control flow in files: the encoder and the decoder of each operator."""
+"""Control flow in files: the fields and the decoder of each operator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import TracedCallee
 from tsfunc.program.files.graphs import (
     ControlKind,
-    DecodeGraph,
-    EncodeGraph,
+    Fields,
+    GraphReader,
+    GraphWriter,
     decode_bodies,
     decode_control,
-    encode_bodies,
-    encode_control,
     register_control,
     result_count,
 )
@@ -50,28 +49,21 @@ _CHECKPOINTS = {
 }
 
 
-def _encode_switch(op: Switch, graph: EncodeGraph) -> dict[str, Any]:
-    return {"bodies": encode_bodies(op, graph), "batching": op.batching}
-
-
-def _decode_switch(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, bodies_field, batching = field.record("kind", "name", "bodies", "batching")
-    bodies = decode_bodies(bodies_field, graph, kinds)
+def _decode_switch(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds, bodies_field: Field, batching: Field
+) -> ControlFlow:
+    bodies = decode_bodies(bodies_field, reader, kinds)
     if not bodies or kinds[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
         field.fail("expected a tensor to choose by, and branches with equal numbers of results")
     return Switch(name, bodies, batching.one_of(_BATCHING, f"one of {[*_BATCHING]}"))
 
 
-def _encode_while(op: While, graph: EncodeGraph) -> dict[str, Any]:
-    return {"bodies": encode_bodies(op, graph), "carried": op.carried, "checkpoint": op.checkpoint}
-
-
-def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, bodies_field, carried_field, checkpoint = field.record(
-        "kind", "name", "bodies", "carried", "checkpoint"
-    )
+def _decode_while(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    bodies_field: Field, carried_field: Field, checkpoint: Field,
+) -> ControlFlow:  # fmt: skip
     carried = carried_field.integer(0, len(kinds))
-    bodies = decode_bodies(bodies_field, graph, kinds)
+    bodies = decode_bodies(bodies_field, reader, kinds)
     if [result_count(body) for body in bodies] != [1, carried]:
         field.fail(f"expected a condition, and a body that returns the {carried} carried values")
     policy: Any = None
@@ -80,49 +72,37 @@ def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> 
     return While(name, bodies, carried, policy)
 
 
-def _encode_scan(op: Scan, graph: EncodeGraph) -> dict[str, Any]:
-    return {
-        "bodies": encode_bodies(op, graph),
-        "carried": op.carried,
-        "along": op.along,
-        "length": op.length,
-        "reverse": op.reverse,
-    }
-
-
-def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, bodies_field, carried_field, along_field, length_field, reverse = field.record(
-        "kind", "name", "bodies", "carried", "along", "length", "reverse"
-    )
+def _decode_scan(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    bodies_field: Field, carried_field: Field, along_field: Field, length_field: Field,
+    reverse: Field,
+) -> ControlFlow:  # fmt: skip
     carried = carried_field.integer(0, len(kinds))
     along = along_field.integer(0, len(kinds) - carried)
     length = None if length_field.value is None else length_field.integer(0)
-    bodies = decode_bodies(bodies_field, graph, kinds)
+    bodies = decode_bodies(bodies_field, reader, kinds)
     if len(bodies) != 1 or result_count(bodies[0]) < carried or (not along and length is None):
         field.fail(f"expected one body that returns the {carried} carried values, and a length")
     return Scan(name, bodies, carried, along, length, reverse.flag())
 
 
-def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
-    encoded = {"of": encode_control(op.op, graph), "count": op.count, "wrt": list(op.wrt)}
-    return {**encoded, "results": list(op.of)} if isinstance(op, Pullback) else encoded
-
-
-def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, count_field, wrt_field, results = field.record(
-        "kind", "name", "of", "count", "wrt", "results"
-    )
+def _decode_pullback(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    of: Field, count_field: Field, wrt_field: Field, results: Field,
+) -> ControlFlow:  # fmt: skip
     given = [at.integer(0, 1 << 20) for at in results.items()]
     count = _count(count_field, kinds, len(given))
-    op = _inner(of, graph, kinds, count, len(given))
+    op = _inner(of, reader, kinds, count, len(given))
     return Pullback(op, count, _positions(wrt_field, count), given)
 
 
-def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, count_field, wrt_field = field.record("kind", "name", "of", "count", "wrt")
+def _decode_pushforward(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    of: Field, count_field: Field, wrt_field: Field,
+) -> ControlFlow:  # fmt: skip
     wrt = [at.integer(0, 1 << 20) for at in wrt_field.items()]
     count = _count(count_field, kinds, len(wrt))
-    op = _inner(of, graph, kinds, count, len(wrt))
+    op = _inner(of, reader, kinds, count, len(wrt))
     return Pushforward(op, count, _positions(wrt_field, count))
 
 
@@ -135,17 +115,17 @@ def _count(field: Field, kinds: Kinds, more: int) -> int:
 
 
 def _inner(
-    field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int
+    field: Field, reader: GraphReader, kinds: Kinds, count: int, more: int
 ) -> ControlFlowOperator:
     numbers = list(kinds[count + more :])
     if any(kind != NUMBER for kind in numbers):
         field.fail("numbers come after all tensors")
-    return _operator(field, graph, [*kinds[:count], *numbers])
+    return _operator(field, reader, [*kinds[:count], *numbers])
 
 
-def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> ControlFlowOperator:
+def _operator(field: Field, reader: GraphReader, kinds: Kinds) -> ControlFlowOperator:
     """Return the operator that another one is derived from."""
-    op = decode_control(field, graph, kinds)
+    op = decode_control(field, reader, kinds)
     if not isinstance(op, ControlFlowOperator):
         field.fail("it has no derivative")
     return op
@@ -155,55 +135,44 @@ def _positions(field: Field, count: int) -> list[int]:
     return [at.integer(0, count - 1) for at in field.items()]
 
 
-def _encode_mapped(op: MappedOperator, graph: EncodeGraph) -> dict[str, Any]:
-    return {"of": encode_control(op.op, graph), "batched": list(op.batched)}
-
-
-def _decode_mapped(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, batched_field = field.record("kind", "name", "of", "batched")
+def _decode_mapped(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds, of: Field, batched_field: Field
+) -> ControlFlow:
     batched = [each.flag() for each in batched_field.items()]
     if len(batched) > len(kinds):
         batched_field.fail("there are fewer operands than that")
-    return MappedOperator(_operator(of, graph, kinds), batched)
+    return MappedOperator(_operator(of, reader, kinds), batched)
 
 
-def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
-    return {"bodies": encode_bodies(op, graph), "along": op.along}
-
-
-def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, bodies_field, along_field = field.record("kind", "name", "bodies", "along")
+def _decode_prefixes(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    bodies_field: Field, along_field: Field,
+) -> ControlFlow:  # fmt: skip
     along = along_field.integer(1, len(kinds))
     # The body takes two slices of each.
-    bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
+    bodies = decode_bodies(bodies_field, reader, [*kinds[:along], *kinds])
     if len(bodies) != 1 or result_count(bodies[0]) != along:
         field.fail(f"expected one body that returns {along} values, as many as the scan combines")
     return AssociativeScan(name, bodies, along)
 
 
-def _encode_replayed(op: Replayed, graph: EncodeGraph) -> dict[str, Any]:
-    devices = [str(device) for device in op.devices]
-    return {"of": encode_control(op.op, graph), "count": op.count, "devices": devices}
-
-
-def _decode_replayed(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, of, count_field, devices_field = field.record("kind", "name", "of", "count", "devices")
-    devices = [graph.device(each) for each in devices_field.items()]
+def _decode_replayed(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    of: Field, count_field: Field, devices_field: Field,
+) -> ControlFlow:  # fmt: skip
+    devices = [reader.device(each) for each in devices_field.items()]
     states = RandomStates.count(devices)
     count = _count(count_field, kinds, states)
     inner = [*kinds[:count], *kinds[count + states :]]
-    return Replayed(_operator(of, graph, inner), count, devices)
+    return Replayed(_operator(of, reader, inner), count, devices)
 
 
-def _encode_states(op: RandomStates, graph: EncodeGraph) -> dict[str, Any]:
-    return {"devices": [str(device) for device in op.devices]}
-
-
-def _decode_states(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    *_, devices = field.record("kind", "name", "devices")
+def _decode_states(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds, devices: Field
+) -> ControlFlow:
     if kinds:
         field.fail("the states of generators depend on nothing")
-    return RandomStates([graph.device(each) for each in devices.items()])
+    return RandomStates([reader.device(each) for each in devices.items()])
 
 
 _NAMED_POLICIES: dict[str, Policy] = {
@@ -226,6 +195,10 @@ def _encode_policy(policy: Policy) -> Any:
     return name
 
 
+def _encode_policy_of(op: CheckpointCall, writer: GraphWriter) -> Any:
+    return _encode_policy(op.policy)
+
+
 def _decode_policy(field: Field, made_with: str) -> Policy:
     if type(field.value) is str:
         return field.one_of(_NAMED_POLICIES, "a policy")
@@ -238,28 +211,22 @@ def _decode_policy(field: Field, made_with: str) -> Policy:
     return SaveOperators(frozenset(found_ops))
 
 
-def _encode_checkpoint(op: CheckpointCall, graph: EncodeGraph) -> dict[str, Any]:
-    policy = _encode_policy(op.policy)
-    return {"bodies": encode_bodies(op, graph), "policy": policy, "random": op.preserve}
+def _decode_checkpoint(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    bodies: Field, policy: Field, random: Field,
+) -> ControlFlow:  # fmt: skip
+    body = _single(bodies, reader, kinds)
+    return CheckpointCall(body, _decode_policy(policy, reader.made_with), random.flag())
 
 
-def _decode_checkpoint(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    _, _, bodies, policy, random = field.record("kind", "name", "bodies", "policy", "random")
-    body = _single(bodies, graph, kinds)
-    return CheckpointCall(body, _decode_policy(policy, graph.made_with), random.flag())
+def _decode_recompute(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds, bodies: Field
+) -> ControlFlow:
+    return RecomputedCall(name, [_single(bodies, reader, kinds)])
 
 
-def _encode_recompute(op: RecomputedCall, graph: EncodeGraph) -> dict[str, Any]:
-    return {"bodies": encode_bodies(op, graph)}
-
-
-def _decode_recompute(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    *_, bodies = field.record("kind", "name", "bodies")
-    return RecomputedCall(name, [_single(bodies, graph, kinds)])
-
-
-def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
-    bodies = decode_bodies(field, graph, kinds)
+def _single(field: Field, reader: GraphReader, kinds: Kinds) -> Body:
+    bodies = decode_bodies(field, reader, kinds)
     if len(bodies) != 1:
         field.fail(f"expected one body, got {len(bodies)}")
     return bodies[0]
@@ -272,18 +239,17 @@ _RANDOMNESS = {name: name for name in ("error", "different", "same", "split")}
 _MOST = 1 << 16
 
 
-def encode_call(op: FunctionCall, graph: EncodeGraph) -> dict[str, Any]:
-    """Return the file form of a call of a function, except its name."""
-    callee, callees = op.callee, graph.callees
+def _callee_number(op: FunctionCall, writer: GraphWriter) -> int:
+    """Return the number of the called function in the file."""
+    callee, callees = op.callee, writer.callees
     if isinstance(callee, TracedCallee):
-        number = callees.number(id(callee), callee, lambda: callee)
-    else:
-        assert isinstance(callee, PythonCallee)
-        number = callees.number(
-            key_of(callee), callee,
-            lambda: traced_callee(callee, callees),
-        )  # fmt: skip
-    maps = [
+        return callees.number(id(callee), callee, lambda: callee)
+    assert isinstance(callee, PythonCallee)
+    return callees.number(key_of(callee), callee, lambda: traced_callee(callee, callees))
+
+
+def _encode_maps(op: FunctionCall, writer: GraphWriter) -> list[Any]:
+    return [
         {
             "in_dims": list(each.in_dims),
             "out_dims": list(each.out_dims),
@@ -293,7 +259,6 @@ def encode_call(op: FunctionCall, graph: EncodeGraph) -> dict[str, Any]:
         }
         for each in op.maps
     ]
-    return {"number": number, "maps": maps, "written": list(op.written)}
 
 
 def _fixed(size: Any) -> Any:
@@ -302,22 +267,21 @@ def _fixed(size: Any) -> Any:
     return size
 
 
-def decode_call(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    """Return the call that ``encode_call`` encoded."""
-    *_, number, maps_field, written_field = field.record(
-        "kind", "name", "number", "maps", "written"
-    )
-    callee = graph.callees.at(number)
+def _decode_call(
+    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    number: Field, maps_field: Field, written_field: Field,
+) -> ControlFlow:  # fmt: skip
+    callee = reader.callees.at(number)
     if list(kinds) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
         field.fail(f"{callee.name} is called with other values than it takes")
-    maps = [_decode_map(each, callee, graph) for each in maps_field.items()]
+    maps = [_decode_map(each, callee, reader) for each in maps_field.items()]
     written = [at.integer(0, callee.tensors - 1) for at in written_field.items()]
     op = FunctionCall(callee, maps, written)
     op.name = op.__name__ = name
     return op
 
 
-def _decode_map(field: Field, callee: TracedCallee, graph: DecodeGraph) -> EnclosingVmap:
+def _decode_map(field: Field, callee: TracedCallee, reader: GraphReader) -> EnclosingVmap:
     ins, outs, randomness, axis_name, size = field.record(
         "in_dims", "out_dims", "randomness", "axis_name", "axis_size"
     )
@@ -340,19 +304,25 @@ def _dims(field: Field, count: int) -> tuple[int | None, ...]:
 
 def register_all() -> None:
     """Register every kind of control flow for files."""
+    bodies, derivative = {"bodies": "bodies"}, {"of": "op", "count": "count", "wrt": "wrt"}
+    loop = {**bodies, "carried": "carried"}
+    scan = {**loop, "along": "along", "length": "length", "reverse": "reverse"}
+    checkpoint: Fields = {**bodies, "policy": _encode_policy_of, "random": "preserve"}
+    call: Fields = {"number": _callee_number, "maps": _encode_maps, "written": "written"}
+    replayed = {"of": "op", "count": "count", "devices": "devices"}
     for kind in (
-        ControlKind("switch", Switch, _encode_switch, _decode_switch),
-        ControlKind("while", While, _encode_while, _decode_while),
-        ControlKind("scan", Scan, _encode_scan, _decode_scan),
-        ControlKind("prefixes", AssociativeScan, _encode_prefixes, _decode_prefixes),
-        ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
-        ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
-        ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
-        ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint),
-        ControlKind("recompute", RecomputedCall, _encode_recompute, _decode_recompute),
-        ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed),
-        ControlKind("states", RandomStates, _encode_states, _decode_states),
-        ControlKind("function", FunctionCall, encode_call, decode_call),
+        ControlKind("switch", Switch, {**bodies, "batching": "batching"}, _decode_switch),
+        ControlKind("while", While, {**loop, "checkpoint": "checkpoint"}, _decode_while),
+        ControlKind("scan", Scan, scan, _decode_scan),
+        ControlKind("prefixes", AssociativeScan, {**bodies, "along": "along"}, _decode_prefixes),
+        ControlKind("pullback", Pullback, {**derivative, "results": "of"}, _decode_pullback),
+        ControlKind("pushforward", Pushforward, derivative, _decode_pushforward),
+        ControlKind("mapped", MappedOperator, {"of": "op", "batched": "batched"}, _decode_mapped),
+        ControlKind("checkpoint", CheckpointCall, checkpoint, _decode_checkpoint),
+        ControlKind("recompute", RecomputedCall, bodies, _decode_recompute),
+        ControlKind("replayed", Replayed, replayed, _decode_replayed),
+        ControlKind("states", RandomStates, {"devices": "devices"}, _decode_states),
+        ControlKind("function", FunctionCall, call, _decode_call),
     ):
         register_control(kind)
     register_callees()
