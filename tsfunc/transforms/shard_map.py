@@ -26,6 +26,7 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
 from tsfunc.bridge.mesh.mesh_operators import outermost_trace
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
+from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
@@ -38,8 +39,9 @@ from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.control.call_forms import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
-from tsfunc.transforms.spread import spread_once
+from tsfunc.transforms.out_dims import result_of
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
+from tsfunc.transforms.vmap_spec import Spec
 from tsfunc.user_code import folding
 
 AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
@@ -143,7 +145,7 @@ def shard_map(
                 else:
                     if randomness != "different":
                         agree_on_generators(list(levels.values()))
-                    body = func if randomness == "same" else spread_once(func, axes)
+                    body = func if randomness == "same" else _spread_once(func, axes)
                     out = body(*shards)
             return _put_together(out, plans[1], levels, outputs, mesh)
 
@@ -482,3 +484,24 @@ def _distributed(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(x, mesh, _placements(spec, mesh), run_check=False)
+
+
+def _spread_once(func: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
+    """Return a function that runs one example of a batch that is spread over all ranks.
+
+    The function draws the random numbers of its own index: NOTE [random numbers of an example] in
+    ``ops/philox``.
+    """
+    spec = Spec(func, None, randomness="split", axis_size=1)
+
+    def run(*args: Any) -> Any:
+        level = SpreadLevel(1, "split", spec.label, False, axes)
+        with level, watching_random():
+            out = func(*args)
+        return pytrees.tree_map(lambda x: _first_example(result_of(spec, x, 0, level)), out)
+
+    return run
+
+
+def _first_example(value: Any) -> Any:
+    return value.select(0, 0) if isinstance(value, torch.Tensor) else value

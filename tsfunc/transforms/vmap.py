@@ -156,8 +156,11 @@ def vmap(
     _check_modes(randomness, data_dependent, ragged)
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
-    spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
-                data_dependent, ragged, axis_name, mesh_axis)  # fmt: skip
+    spec = Spec(
+        func, in_dims, out_dims, randomness, chunk_size=chunks, memory_budget=memory_budget,
+        axis_size=axis_size, strict=strict, data_dependent=data_dependent, ragged=ragged,
+        axis_name=axis_name, mesh_axis=mesh_axis,
+    )  # fmt: skip
     if (axis_name is not None or mesh_axis is not None) and (chunks is not None or spec.splits):
         _refuse_parts(spec, "chunk_size=" if chunks is not None else 'data_dependent="split"')
     call = _BatchedCalls(spec).run

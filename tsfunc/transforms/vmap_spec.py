@@ -29,15 +29,16 @@ class Spec:
         self,
         func: Callable[..., Any],
         in_dims: InDims,
-        out_dims: OutDims,
-        randomness: str,
-        chunk_size: Any,  # None, a number or "auto"
-        memory_budget: float | None,
-        axis_size: Any,
-        strict: bool,
-        data_dependent: str,
-        ragged: str,
-        axis_name: Hashable,
+        out_dims: OutDims = 0,
+        randomness: str = "error",
+        *,
+        chunk_size: Any = None,  # None, a number or "auto"
+        memory_budget: float | None = None,
+        axis_size: Any = None,
+        strict: bool = False,
+        data_dependent: str = "error",
+        ragged: str = "error",
+        axis_name: Hashable = None,
         mesh_axis: Any = None,  # a name or a tuple of them
     ) -> None:
         self.func = func
