@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     align_batch_dim,
-    at_least_one_dim,
+    at_least_one_entry,
     batch_to_front,
     broadcast_to_front,
     expand_to_front,
@@ -216,7 +216,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
         f"shape mismatch: there are {count} values to be put at the positions of a mask that has "
         f"another number of positions, for some example of a vmap",
     )
-    values = at_least_one_dim(values.movedim(along, 1), 1)
+    values = at_least_one_entry(values.movedim(along, 1))
     order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
     size = max(order.shape[0], values.shape[0])
     order = order.expand(size, -1, *values.shape[2:])

@@ -195,12 +195,12 @@ def flat_by_example(x: Tensor | None, bdim: int | None, size: int) -> Tensor | N
     return None if x is None else expand_to_front(x, bdim, size).flatten()
 
 
-def at_least_one_dim(x: Tensor, dim: int) -> Tensor:
-    """Return the tensor with an entry of zeros along a dim that is empty, or may be in a trace."""
-    size = x.shape[dim]
+def at_least_one_entry(x: Tensor) -> Tensor:
+    """Return the tensor with an entry of zeros along dim 1, if it is empty or may be in a trace."""
+    size = x.shape[1]
     if isinstance(size, int) and size:
         return x
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
+    return torch.cat([x, x.new_zeros([x.shape[0], 1, *x.shape[2:]])], 1)
 
 
 def flatten_logical(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     align_batch_dim,
-    at_least_one_dim,
+    at_least_one_entry,
     batch_to_front,
     expand_at,
     expand_to_front,
@@ -295,7 +295,7 @@ def masked_scatter(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     whole = align_batch_dim(expand_to_front(x, bdim, size), 0, max(rank, other))
     mask = align_batch_dim(expand_to_front(mask, bdims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
-    source = at_least_one_dim(flatten_logical(expand_to_front(source, bdims[2], size)), 1)
+    source = at_least_one_entry(flatten_logical(expand_to_front(source, bdims[2], size)))
     flat = flatten_logical(mask)
     enough = source.shape[1]
     if not (isinstance(enough, int) and isinstance(flat.shape[1], int) and enough >= flat.shape[1]):

@@ -139,7 +139,7 @@ class Generalization:
     """
 
     def __init__(
-        self, left: Iterable[DimForm], right: Iterable[DimForm], *, always_named: bool = False
+        self, left: Iterable[DimForm], right: Iterable[DimForm], *, always_named: bool
     ) -> None:
         self._always_named = always_named
         ones, others = list(left), list(right)

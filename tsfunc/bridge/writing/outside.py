@@ -123,7 +123,7 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
             return _live_tensors(generation)
 
 
-def _live_tensors(generation: int | None = None) -> list[torch.Tensor]:
+def _live_tensors(generation: int | None) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for each in range(len(gc.get_count())) if generation is None else (generation,):
         tensors.extend(_chosen(each))

@@ -127,7 +127,7 @@ def _small_sizes(call_spec: CallSpec) -> Iterator[Mapping[str, int]]:
 
 
 def function_to_save(
-    target: Target, cache: Cache, programs: Sequence[Program], exact: bool = False
+    target: Target, cache: Cache, programs: Sequence[Program], exact: bool
 ) -> SavedFunction:
     """Return the parts of a specialized function that go into a file.
 
