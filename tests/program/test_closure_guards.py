@@ -37,7 +37,16 @@ from tsfunc.program.closure.closure_guards import (
     TensorInput,
     TypeOf,
 )
-from tsfunc.program.closure.guard_codegen import Guard, MemberIs, NoMember, SettingsAre, Source
+from tsfunc.program.closure.guard_codegen import (
+    Guard,
+    GuardCode,
+    MemberIs,
+    NoMember,
+    SettingsAre,
+    Source,
+    differs,
+)
+from tsfunc.types.values import same_value
 
 
 class Holder:
@@ -141,6 +150,17 @@ def test_numbers_that_compare_equal_have_programs_of_their_own(values: tuple[Any
         for found in (closing(x)[1], taking(x, value)[1]):
             assert (type(found), repr(found)) == (type(value), repr(value))
     assert len(closing.programs) <= len(values)
+
+
+@pytest.mark.parametrize("first", [3, "text"])
+def test_a_tensor_may_replace_a_constant_that_a_program_reads(first: Any) -> None:
+    holder = Holder()
+    holder.value = first
+    program = specialize(lambda x: (x, holder.value))
+    x, tensor = torch.ones(2), torch.arange(2.0)
+    program(x)
+    holder.value = tensor
+    assert program(x)[1].equal(tensor)
 
 
 def test_complex_constants_of_a_program_keep_the_signs_of_zeros() -> None:
@@ -255,3 +275,19 @@ def test_the_guards_of_a_program_are_frozen_data() -> None:
     assert read.value == 2.0 and read.source.text == "config['scale']"
     with pytest.raises(dataclasses.FrozenInstanceError):
         read.value = 3.0  # type: ignore[misc]
+
+
+CONSTANTS: list[Any] = [
+    None, True, False, 0, 1, 0.0, -0.0, 1.0, float("nan"), 0j, -0j, complex(0.0, -0.0),
+    complex(float("nan"), 0.0), _Float(0.0), _Float(-0.0), "", "1", b"", b"1", (), (0,), (0.0,),
+    (-0.0,), frozenset({0}), frozenset({0.0}), torch.device("cpu"), torch.device("meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CONSTANTS)))
+def test_the_code_for_a_constant_tells_apart_what_same_value_does(number: int) -> None:
+    constant, code = CONSTANTS[number], GuardCode()
+    condition = differs("got", constant, code)
+    for got in (*CONSTANTS, torch.ones(2)):
+        other = copy.deepcopy(got)
+        assert eval(condition, {**code.scope, "got": other}) != same_value(constant, other), other

@@ -43,6 +43,7 @@ from tsfunc.program.closure.guard_codegen import (
     SettingsAre,
     Source,
     compile_guard,
+    differs,
     keys_condition,
     lines_of_tensors,
     tensor_lines,
@@ -117,16 +118,7 @@ class EqualValue(_OfValue, SourceGuard):
     value: Any
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
-        value = self.value
-        if value is None or type(value) is bool:
-            return f"{at} is not {value}"
-        if isinstance(value, float):
-            code.scope["same_float"] = same_float
-            return f"not same_float({at}, {code.name(value)})"
-        if type(value) in (int, str):
-            return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
-        code.scope["same_value"] = same_value  # `==` may hold for different values
-        return f"not same_value({code.name(value)}, {at})"
+        return differs(at, self.value, code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +132,7 @@ class SameContents(_OfValue, SourceGuard):
     value: Any
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
-        code.scope["same_value"] = same_value
-        return f"not same_value({at}, {code.name(self.value)})"
+        return f"not {code.name(same_value)}({at}, {code.name(self.value)})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,7 @@ from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_c
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.errors import DescriptorViolation
 from tsfunc.types import Dim
+from tsfunc.types.values import same_float, same_value
 
 # --- conversion of a call's arguments to a program's inputs, and of its outputs to the results
 
@@ -90,6 +91,21 @@ def _exact(key: Any) -> Any:
     if isinstance(key, frozenset):
         return kind, frozenset(map(_exact, key))
     return kind, key
+
+
+def differs(at: str, value: Any, code: GuardCode) -> str:
+    """Return the condition that an expression has another value than a constant, or another type.
+
+    It is the negation of `same_value`, without the call for the commonest types.
+    """
+    if value is None or type(value) is bool:
+        return f"{at} is not {value}"
+    name = code.name(value)
+    if isinstance(value, float):
+        return f"not {code.name(same_float)}({at}, {name})"
+    if type(value) in (int, str, torch.device):
+        return f"type({at}) is not {code.name(type(value))} or {at} != {name}"
+    return f"not {code.name(same_value)}({name}, {at})"  # `==` may hold for different values
 
 
 def keys_condition(

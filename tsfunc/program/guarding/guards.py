@@ -32,6 +32,7 @@ from tsfunc.program.closure.guard_codegen import (
     Guard,
     GuardCode,
     Names,
+    differs,
     lines_of_tensors,
     strides_condition,
     tensor_lines,
@@ -43,7 +44,7 @@ from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_
 from tsfunc.types.check_codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.sizes import solved_for
-from tsfunc.types.values import describe, plain_name, same_float, same_value, tensor_text
+from tsfunc.types.values import describe, plain_name, same_value, tensor_text
 
 Facts = Mapping[str, Any]
 Encode = Callable[[Any], Any]
@@ -392,9 +393,6 @@ def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
 # --- the code and the keys of single guards
 
 
-_PLAIN = (int, bool, str, type(None))
-
-
 def variables_of(named_dims: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
     """Return the variables of named dims and numbers in conditions."""
     numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
@@ -435,18 +433,14 @@ def _static(value: Any, code: GuardCode) -> str:
     The guard of an object with elements or other contents checks the contents as well.
     """
     name = code.name
-    if isinstance(value, complex | frozenset):  # `==` may hold for different values
-        return f"if not {name(same_value)}({name(value)}, a): return None"
-    if has_contents(value):
+    if has_contents(value) and not isinstance(value, complex | frozenset):
         inside = viewed_state(value)
         expression, now = inside or ("{}", copy.copy(value))
         own = f"{name(same_value)}({name(now)}, {expression.format('a')})"
         alone = hasattr(type(value), "__setitem__") or inside is not None
         return f"if {f'a is not {name(value)} or ' if alone else ''}not {own}: return None"
-    if isinstance(value, float):
-        return f"if not {name(same_float)}(a, {name(value)}): return None"
-    if type(value) in _PLAIN or has_value(type(value)):
-        return f"if type(a) is not {name(type(value))} or a != {name(value)}: return None"
+    if has_value(type(value)):
+        return f"if {differs('a', value, code)}: return None"
     return f"if a is not {name(value)}: return None"
 
 
