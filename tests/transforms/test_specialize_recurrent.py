@@ -29,14 +29,14 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 SLOW = ("vmap(grad)", "jvp(grad)")
 
 
-def drawn_layer(name: str, draw: random.Random) -> nn.RNNBase:
+def drawn_layer(name: str, draw: random.Random, projects: bool = True) -> nn.RNNBase:
     options: dict[str, Any] = {
         "num_layers": draw.choice([1, 2]),
         "bias": draw.random() < 0.5,
         "bidirectional": draw.random() < 0.5,
         "batch_first": draw.random() < 0.5,
     }
-    if name == "lstm" and draw.random() < 0.5:
+    if name == "lstm" and projects and draw.random() < 0.5:
         options["proj_size"] = 2
     if name == "rnn":
         options["nonlinearity"] = draw.choice(["tanh", "relu"])
@@ -67,6 +67,30 @@ def test_one_program_for_open_batch_and_length(name: str, transform: str) -> Non
         x = torch.randn(a, b, 3, dtype=torch.float64)
         torch.testing.assert_close(program(x), f(x))
     assert program.cache_info().programs == 1
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_derivatives_for_one_shape(name: str, dtype: torch.dtype) -> None:
+    """In single precision oneDNN has a kernel of its own for an LSTM, with a workspace."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layer = drawn_layer(name, draw, projects=dtype is torch.float64).to(dtype)
+    weights = list(layer.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x)[0].square().sum()
+
+    def by_autograd(x: Tensor) -> Any:
+        return torch.autograd.grad(loss(x), weights)
+
+    x = torch.randn(2, draw.randint(1, 4), draw.randint(1, 4), 3, dtype=dtype)
+    for f, given in ((by_autograd, x[0]), (grad(loss), x[0]), (vmap(grad(loss)), x)):
+        torch.testing.assert_close(specialize(f)(given), f(given), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(specialize(loss)(x[0]), loss(x[0]))
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -5,6 +5,11 @@ as the example has. A scan of one step serves all lengths. The product of the in
 weights does not depend on the step before, so it is a single product over all steps.
 
 Layers take packed sequences in one of three ways: NOTE [packed sequences] in ``packed_sequences``.
+
+NOTE [workspaces of oneDNN]
+On CPUs, oneDNN runs an LSTM in single or half precision as one operator, whose kernel returns a
+workspace for the backward operator only in grad mode. A program runs without grad mode. A layer
+whose derivative is in the program is therefore computed by other operators.
 """
 
 from __future__ import annotations
@@ -19,10 +24,11 @@ from torch.nn.functional import linear
 
 from tsfunc.bridge.batch.packed_sequences import Packing, batch_level_of, is_in_trace, refuse_packed
 from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
+from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.decompositions import decomposition_of, is_outside, lifting_factories
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.tracer import call_torch, lift_where
+from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
 from tsfunc.ops.registry import Args, Kwargs
 
 # The computation of one step: from the input's product, the states before and the weights to the
@@ -170,12 +176,13 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
     The C++ code of recurrent cells writes batched values into tensors made from the states. It
     can't run with symbolic sizes, so where autograd records its steps, other operators compute the
-    call.
+    call. They also do if the layer's kernel needs grad mode.
     """
     packed = _is_packed(func, args)
     if packed and isinstance(args[1], BatchTracer):
         refuse_packed(func)
-    if is_in_trace(args, args[1]) if packed else needs_plain_sizes(*args):
+    composed = is_in_trace(args, args[1]) if packed else needs_plain_sizes(*args)
+    if composed or (func is torch._VF.lstm and _needs_workspace(args)):
         return _composed(func, args, kwargs)
     level = batch_level_of(args)
     if level is not None:
@@ -186,6 +193,14 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
                 return layer(lifted[0], args[1], *lifted[2:], **kwargs)
         args = tuple(lifted)
     return call_torch(func, types, args, kwargs)
+
+
+def _needs_workspace(args: Sequence[Any]) -> bool:
+    """True if oneDNN may run an LSTM whose derivative is traced: NOTE [workspaces of oneDNN]."""
+    x, level = args[0], innermost_level(args)
+    if level is None or not level.autograd or not is_traced_here():
+        return False
+    return x.device.type == "cpu" and x.dtype is not torch.float64
 
 
 function_rules: Final = FunctionRules()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.closure_guards import NumberInput
@@ -74,9 +75,12 @@ class _Matching:
 
     def is_whole(self) -> bool:
         """True if all steps correspond, except those that the fixed program has folded."""
-        right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
+        return self._same_graph(self.symbolic.graph, self.fixed.graph)
+
+    def _same_graph(self, symbolic: torch.fx.Graph, fixed: torch.fx.Graph) -> bool:
+        right = iter([node for node in _steps(fixed) if not self._is_constant(node)])
         b = next(right, None)
-        for a in _steps(self.symbolic.graph):
+        for a in _steps(symbolic):
             if b is not None and self._same_step(a, b):
                 self.matched[a] = b
                 b = next(right, None)
@@ -86,13 +90,56 @@ class _Matching:
 
     def _same_step(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
         quiet = a.meta.get("no_grad") == b.meta.get("no_grad")
-        if a.op != b.op or not quiet or (a.op == "call_function" and a.target is not b.target):
+        if a.op != b.op or not quiet:
+            return False
+        if isinstance(a.target, ControlFlow):
+            return self._same_control_flow(a, b)
+        if a.op == "call_function" and a.target is not b.target:
             return False
         if a.op == "get_attr":
             return self.symbolic.tensor(a) is self.fixed.tensor(b)
         if a.op == "output":
+            if a.graph is not self.symbolic.graph:
+                return self._same(a.args, b.args)
             return self._same_results(a.args[0], b.args[0])
         return self._same((a.args, a.kwargs), (b.args, b.kwargs))
+
+    def _same_control_flow(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
+        """True if two nodes run the same control flow.
+
+        A body has a number of the symbolic program as an operand, and one of the fixed program as
+        a constant.
+        """
+        places: list[int | None] = []  # of the operands of `a` among those of `b`
+        count = 0
+        for operand in a.args:
+            following = b.args[count : count + 1]
+            if following and self._same(operand, following[0]):
+                places.append(count)
+                count += 1
+            elif isinstance(operand, torch.fx.Node) and "value" in operand.meta:
+                places.append(None)
+            else:
+                return False
+        return count == len(b.args) and self._same_operator(a.target, b.target, places)
+
+    def _same_operator(self, a: Any, b: Any, places: Sequence[int | None]) -> bool:
+        """True if two operators are one kind of control flow with the same bodies."""
+        if a is b:
+            return True
+        if type(a) is not type(b) or not isinstance(a, ControlFlow):
+            return same_value(a, b)
+        mine, others = _attributes(a), _attributes(b)
+        return (
+            mine.keys() == others.keys()
+            and all(self._same_operator(mine[name], others[name], places) for name in mine)
+            and len(a.bodies) == len(b.bodies)
+            and all(
+                _inputs_without_numbers(x, places) == y.inputs
+                and self._same_graph(x.graph, y.graph)
+                for x, y in zip(a.bodies, b.bodies, strict=True)
+            )
+        )
 
     def _same_results(self, a: Any, b: Any) -> bool:
         """True if two programs return and assign the same; numbers may be constants."""
@@ -170,10 +217,33 @@ class _Matching:
         return number if isinstance(number, int | float) else None
 
 
+def _inputs_without_numbers(
+    body: Body, places: Sequence[int | None]
+) -> tuple[int | None, ...] | None:
+    """Return the new places of a body's inputs, without the numbers that have none.
+
+    None if a tensor has no place, because the operands of the body are not those of the operator.
+    """
+    if None not in places:
+        return body.inputs
+    nodes = [node for node in body.graph.nodes if node.op == "placeholder"]
+    known = [places[i] if i < len(places) else None for i in body.inputs]
+    if any(p is None and "value" not in node.meta for p, node in zip(known, nodes, strict=True)):
+        return None
+    return tuple(place for place in known if place is not None)
+
+
+def _attributes(op: ControlFlow) -> dict[str, Any]:
+    """Return the attributes of control flow that are the same for each trace of its function."""
+    return {k: v for k, v in vars(op).items() if k not in ("name", "__name__", "bodies")}
+
+
 def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
     """Return the nodes with tensor values; numbers are compared at their uses."""
     return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
 
 
 def _is_number(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and "op" not in node.meta and "val" not in node.meta
+    if node.op != "call_function" or isinstance(node.target, ControlFlow):
+        return False
+    return "op" not in node.meta and "val" not in node.meta
