@@ -126,8 +126,8 @@ def test_small_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_a_scheduler_beside_a_recurrent_layer(layer: type[torch.nn.RNNBase]) -> None:
-    model: Any = layer(3, 4)
+def test_a_scheduler_beside_a_recurrent_layer(layer: Any) -> None:
+    model = layer(3, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
