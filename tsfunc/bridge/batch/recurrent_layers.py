@@ -182,7 +182,8 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if packed and isinstance(args[1], BatchTracer):
         refuse_packed(func)
     composed = is_in_trace(args, args[1]) if packed else needs_plain_sizes(*args)
-    if composed or (func is torch._VF.lstm and _needs_workspace(args)):
+    is_lstm = _FUNCTIONS.get(func) is LAYERS["aten::lstm.input"]
+    if composed or (is_lstm and _needs_workspace(args)):
         return _composed(func, args, kwargs)
     level = batch_level_of(args)
     if level is not None:
