@@ -275,7 +275,7 @@ def test_values_that_it_can_not_hold() -> None:
     with_object(Model(), torch.ones(3))
     with pytest.raises(ExportError, match=r"an argument of type Model.*graph_module"):
         with_object.to_exported_program()
-    with pytest.raises(ExportError, match="no record"):
+    with pytest.raises(ExportError, match="without a record"):
         make_graph(torch.sin)(torch.ones(2)).to_exported_program()
 
 

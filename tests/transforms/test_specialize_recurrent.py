@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import secrets
 from collections.abc import Callable
@@ -91,6 +92,29 @@ def test_derivatives_for_one_shape(name: str, dtype: torch.dtype) -> None:
     for f, given in ((by_autograd, x[0]), (grad(loss), x[0]), (vmap(grad(loss)), x)):
         torch.testing.assert_close(specialize(f)(given), f(given), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(specialize(loss)(x[0]), loss(x[0]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_functional_calls_of_layers(name: str) -> None:
+    """The module's own list of weights is as it was, so that later calls use its parameters."""
+    layer = LAYERS[name](3, 4, bidirectional=True).double()
+    weights = list(layer._flat_weights)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(layer, parameters, (x,))[0].square().sum()
+
+    gradients = vmap(grad(loss), in_dims=(None, 0))
+    program = specialize(gradients)
+    for scale in (1.0, 0.5):
+        given = {key: scale * value.detach() for key, value in layer.named_parameters()}
+        x = torch.randn(2, 5, 3, dtype=torch.float64)
+        got = program(given, x)
+        assert len(layer._flat_weights) == len(weights)
+        assert all(map(operator.is_, layer._flat_weights, weights))
+        torch.testing.assert_close(got, gradients(given, x))
+        layer._init_flat_weights()  # an eager functional call leaves the call's tensors in the list
+        weights = list(layer._flat_weights)
+    assert program.cache_info().programs == 1
 
 
 @pytest.mark.parametrize("name", CELLS)

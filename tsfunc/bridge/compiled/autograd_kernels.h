@@ -136,7 +136,7 @@ void zero_tangent(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   const size_t count = op.schema().arguments().size();
   const c10::IValue& size = torch::jit::peek(*stack, 0, count);
   c10::IValue& dtype = torch::jit::peek(*stack, 1, count);
-  if (dtype.isInt() && dtype.toScalarType() == at::kBool) dtype = at::kByte;
+  if (dtype.isInt() && dtype.toScalarType() == at::kBool) dtype = at::kLong;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
   if (size.toListRef().empty())
     guard.emplace(c10::DispatchKeySet(

@@ -134,6 +134,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
     "Optimizer": lambda: torch.optim.SGD([torch.ones(1)]),
     "Tensor": lambda: torch.ones(1),
+    "RNNBase": lambda: torch.nn.RNN(1, 1),
     "ProcessGroup": lambda: torch.distributed.ProcessGroup,
     "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -70,6 +71,23 @@ def _functional_handler() -> None:
     expect(given["weight"] is x, "the weights of F.l1_loss")
     for module in (torch.nn.functional, torch.functional, torch._tensor):
         expect(hasattr(module, "handle_torch_function"), f"the handler of {module.__name__}")
+
+
+@entry(
+    "Weights of recurrent modules",
+    "RNNBase._flat_weights RNNBase._flat_weights_names torch.nn.RNNBase._update_flat_weights",
+    use="A trace of functional_call(module, ...) gives a recurrent module a list of its "
+    "parameters.",
+    stand_in="A refusal of such calls in programs: the module assigns the list.",
+    risk=Risk.LOW,
+)
+def _recurrent_weights() -> None:
+    layer: Any = torch.nn.GRU(2, 2)
+    own = [getattr(layer, name) for name in layer._flat_weights_names]
+    expect(all(map(operator.is_, own, layer._flat_weights)), "the weights of a GRU in order")
+    layer._parameters["weight_ih_l0"] = torch.zeros(6, 2)
+    layer._update_flat_weights()
+    expect(layer._flat_weights[0] is layer.weight_ih_l0, "a list made anew")
 
 
 @entry(

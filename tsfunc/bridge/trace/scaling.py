@@ -7,17 +7,16 @@ which a trace does not have. In a trace the step is always made, and its writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from tsfunc.bridge.tracers.optimizer_state import make_state
 from tsfunc.errors import DataDependentError
 
 
-def _step_or_skip(
+def step_or_skip(
     self: Any,
     optimizer: torch.optim.Optimizer,
     optimizer_state: Mapping[str, Any],
@@ -64,7 +63,3 @@ def _refuse_dampening(optimizer: torch.optim.Optimizer) -> None:
             f"with dampening is skipped depends on data, which a trace does not have. Make the "
             f"first step outside of the specialized function, or set dampening=0."
         )
-
-
-REPLACED: Final[Mapping[Any, Callable[..., Any]]] = {GradScaler._maybe_opt_step: _step_or_skip}
-"""Methods of torch's classes that a trace replaces by others."""

@@ -234,13 +234,14 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
 
     C++ makes the tangent of a Python number from such zeros and reads it as a number, so 0-dim
     zeros must be plain tensors. The formulas of ``maximum`` and ``minimum`` subtract tangents,
-    which bool tensors refuse: the zeros of a bool operand have the next larger dtype.
+    which bool tensors refuse: the zeros of a bool operand are of int64, which C++ can read as a
+    number too.
     """
     if not any(isinstance(level, TracerLevel) for level in current_levels()):
         lazy = torch.ops.aten._efficientzerotensor.default
         return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
     if kwargs.get("dtype") is torch.bool:
-        kwargs["dtype"] = torch.uint8
+        kwargs["dtype"] = torch.int64
     if not size:
         with without_factory_keys():
             return torch.ops.aten.zeros.default(size, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.scaling import REPLACED
+from tsfunc.bridge.trace.replaced_members import REPLACED_ATTRIBUTES, REPLACED_METHODS
 from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.closure_guards import (
@@ -67,6 +67,9 @@ class WatchedObject:
 
     def read(self, name: str, plain: Any) -> Any:
         """Return the value of an attribute; guard it if it is data."""
+        replaced = REPLACED_ATTRIBUTES.get(name)
+        if replaced is not None and isinstance(self.value, replaced[0]):
+            return replaced[1](self.value)
         member = inspect.getattr_static(type(self.value), name, MISSING)
         if _is_data_descriptor(member):
             if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
@@ -89,8 +92,8 @@ class WatchedObject:
             raise
         if member is not MISSING and hasattr(type(member), "__get__"):
             self._method(name, member)
-            if isinstance(member, types.FunctionType) and member in REPLACED:
-                return types.MethodType(REPLACED[member], self.value)
+            if isinstance(member, types.FunctionType) and member in REPLACED_METHODS:
+                return types.MethodType(REPLACED_METHODS[member], self.value)
             return value
         # An attribute of the class, or one made by a user's __getattribute__.
         return self._hold(name, value, f".{name}")
