@@ -90,7 +90,7 @@ def test_rules_may_return_symbolic_zeros() -> None:
     g.defvjp(lambda x, y: (g(x, y), y), lambda y, ct: (y * ct, SymbolicZero(y.shape, y.dtype)))
     assert [float(x) for x in grad(g, (0, 1))(A, A)] == [2.0, 0.0]
     g.defvjp(lambda x, y: (g(x, y), y), lambda y, ct: (y * ct, SymbolicZero(B.shape, y.dtype)))
-    with pytest.raises(errors.CustomRuleError, match=r"argument y: expected .* it is zero, return None"):
+    with pytest.raises(errors.CustomRuleError, match=r"argument y: .* zero, return None"):
         grad(g, (0, 1))(A, A)
 
 
@@ -141,7 +141,7 @@ def test_none_stands_for_zeros_of_a_part() -> None:
         found = grad(f)((A, (A, {"a": B})))
         assert found[0] == 1 and found[1][0] == 0 and found[1][1]["a"].tolist() == [0.0, 0.0]
     f.defvjp(lambda x: (f(x), None), lambda _, ct: ((ct, ct),))
-    with pytest.raises(errors.CustomRuleError, match="the cotangent of argument x: expected the structure"):
+    with pytest.raises(errors.CustomRuleError, match="argument x: expected the structure"):
         grad(f)((A, (A, {"a": B})))
 
 
