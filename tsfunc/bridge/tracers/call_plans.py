@@ -584,4 +584,7 @@ def arguments_of(
     form = plan.form
     if form is None or form.as_it_is:
         return values[:count], kwargs
-    return form.unwrapped_arguments(values, count) if form.packed else form.arguments_in(values)
+    packed = form.packed
+    if packed is not None:
+        values = [*values[:packed], tuple(values[packed:count]), *values[count:]]
+    return form.arguments_in(values)

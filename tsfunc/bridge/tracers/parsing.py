@@ -93,7 +93,10 @@ class Form:
         return self.arguments_in((*args, *kwargs.values()))
 
     def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]] | None:
-        """Do the same for packed arguments, followed by the values of keyword arguments."""
+        """Do the same for packed arguments, followed by the values of keyword arguments.
+
+        The values may be those inside of tracers.
+        """
         defaults = self.defaults
         given = (*given, *defaults)
         positional = []
@@ -128,15 +131,6 @@ class Form:
         if self.result is not None:
             return self.result(out)
         return tuple(out) if type(out) is list else out
-
-    def unwrapped_arguments(
-        self, values: Sequence[Any], count: int
-    ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-        """Do the same for the values of a call's arguments and of its keyword arguments."""
-        packed = self.packed
-        if packed is not None:
-            values = [*values[:packed], tuple(values[packed:count]), *values[count:]]
-        return self.arguments_in(values)
 
     def bdims_in_order(self, bdims: Sequence[Any], count: int) -> list[Any]:
         """Return the batch dims of a call's arguments in the schema's order."""

@@ -448,7 +448,7 @@ def _encode_tensor(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] |
 
 def _decode_tensor(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
     if reader.is_body:
-        field.fail("there are no tensors of the file inside of control flow")
+        field.fail("a body of control flow does not have tensors of the file")
     reader.lifted[name] = reader.tensors.tensor(field.at("lifted"))
     return TENSOR, reader.graph.create_node("get_attr", name, name=name)
 

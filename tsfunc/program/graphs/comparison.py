@@ -217,9 +217,7 @@ class _Matching:
         return number if isinstance(number, int | float) else None
 
 
-def _inputs_without_numbers(
-    body: Body, places: Sequence[int | None]
-) -> tuple[int | None, ...] | None:
+def _inputs_without_numbers(body: Body, places: Sequence[int | None]) -> tuple[int, ...] | None:
     """Return the new places of a body's inputs, without the numbers that have none.
 
     None if a tensor has no place, because the operands of the body are not those of the operator.
