@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tsfunc.bridge.tracers.schemas import registered, signature_of
+from tsfunc.bridge.tracers.schemas import operator_signature, registered
 from tsfunc.ops.catalogue.counts import CENSUS_2020
 from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence, Trial
@@ -66,7 +66,7 @@ def worker() -> None:
     os.dup2(2, 1)  # output of operators
     for name in sys.stdin.read().split():
         signal.alarm(SECONDS)
-        signature = signature_of(name)
+        signature = operator_signature(name)
         assert signature is not None
         print(Trial(signature, "cpu").evidence().in_words(), file=out, flush=True)
 
@@ -112,7 +112,7 @@ def main() -> None:
         worker()
         return
     names = registered("aten")
-    forms = [n for n in names if (s := signature_of(n)) and s.form not in ("out", "in-place")]
+    forms = [n for n in names if (s := operator_signature(n)) and s.form not in ("out", "in-place")]
     if options.retry:
         evidence = try_all(forms)
     else:

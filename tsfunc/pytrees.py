@@ -79,12 +79,12 @@ def structure_of(tree: Any) -> optree.PyTreeSpec:
 unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
 
 
-def spelled(structure: optree.PyTreeSpec) -> str:
+def structure_text(structure: optree.PyTreeSpec) -> str:
     """Return a structure as text for messages, with ``*`` for each leaf.
 
     Example:
         >>> from tsfunc import pytrees
-        >>> pytrees.spelled(pytrees.structure_of({"a": (1, 2), "b": 3}))
+        >>> pytrees.structure_text(pytrees.structure_of({"a": (1, 2), "b": 3}))
         "{'a': (*, *), 'b': *}"
     """
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")

@@ -283,7 +283,7 @@ def folding(name: str = "", func: Any = None) -> Callable[[F], F]:
             try:
                 return entry(*args, **kwargs)
             except Exception as error:
-                fold(error, lambda: label(name, func))
+                fold_traceback(error, lambda: label(name, func))
                 raise
 
         _boundaries.add(entered.__code__)
@@ -311,7 +311,7 @@ def is_lookup(method: F) -> F:
 
 
 def is_boundary(method: F) -> F:
-    """Decorate a callable that calls :func:`fold` itself."""
+    """Decorate a callable that calls :func:`fold_traceback` itself."""
     code: Any = getattr(method, "__code__")  # noqa: B009 - no attribute of every Callable
     _boundaries.add(code)
     return method
@@ -334,7 +334,7 @@ def _cells_of_boundary(func: Any) -> dict[str, CellType]:
 # --- folding
 
 
-def fold(
+def fold_traceback(
     error: Exception, spelling: Callable[[], str], arguments: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
     """Rewrite the traceback of an error that leaves a public call: NOTE [folded tracebacks].
@@ -511,13 +511,13 @@ def _where(frame: FrameType) -> str:
 
 def label(name: str, func: Any) -> str:
     """Return the text of a public call in a note: ``vmap(loss)``."""
-    return name if func is None else f"{name}({spelled(func)})"
+    return name if func is None else f"{name}({function_text(func)})"
 
 
-def spelled(func: Any) -> str:
+def function_text(func: Any) -> str:
     """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
     if isinstance(func, functools.partial):
-        return spelled(func.func)
+        return function_text(func.func)
     cells = _cells_of_boundary(func)
     if "name" in cells:
         return label(cells["name"].cell_contents, cells["func"].cell_contents)

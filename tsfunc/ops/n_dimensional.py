@@ -25,7 +25,7 @@ from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, r
 from tsfunc.ops.shifts import Shift, shifted
 
 
-def fold(x: Tensor) -> Tensor:
+def fold_leading_dims(x: Tensor) -> Tensor:
     """Flatten the batch dim and the dim after it into one."""
     return x.flatten(0, 1)
 
@@ -149,7 +149,7 @@ def edge_pad(spatial: int) -> Rule:
         if values[0].dim() == spatial + 2:
             return op(*values, args[tensors]), 0
         outer = values[0].shape[1]
-        out = op(*[fold(value) for value in values], args[tensors])
+        out = op(*[fold_leading_dims(value) for value in values], args[tensors])
         return out.unflatten(0, (size, outer)), 0
 
     return rule
@@ -257,7 +257,7 @@ def pixel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
     x = batch_to_front(args[0], bdims[0])
     if x.dim() != 5:
         return op(x, args[1]), 0
-    return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
+    return op(fold_leading_dims(x), args[1]).unflatten(0, x.shape[:2]), 0
 
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")
@@ -265,7 +265,7 @@ def pixel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
 def channel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes one dim before the channels."""
     x = batch_to_front(args[0], bdims[0])
-    return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
+    return op(fold_leading_dims(x), args[1]).unflatten(0, x.shape[:2]), 0
 
 
 rows(triangle, "aten::tril", "aten::triu")

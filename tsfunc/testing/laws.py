@@ -400,8 +400,8 @@ def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None)
     want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:
         raise _BrokenLaw(
-            f"{what} differ in structure: {pytrees.spelled(got_tree)}, expected "
-            f"{pytrees.spelled(want_tree)}"
+            f"{what} differ in structure: {pytrees.structure_text(got_tree)}, expected "
+            f"{pytrees.structure_text(want_tree)}"
         )
     paths = optree.tree_paths(want, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):

@@ -58,9 +58,9 @@ def closure_convert(
         if len(args) < len(closed) or not tensors or pytrees.structure_of(own) != tree:
             raise TypeError(
                 f"closure_convert: the function made of {name}: expected arguments of the "
-                f"structure {pytrees.spelled(tree)}, as its examples, followed by the "
+                f"structure {pytrees.structure_text(tree)}, as its examples, followed by the "
                 f"{len(closed)} tensors that {name} closes over, got "
-                f"{pytrees.spelled(pytrees.structure_of(args))}."
+                f"{pytrees.structure_text(pytrees.structure_of(args))}."
             )
         with substitute_tensors(originals, given):
             return func(*own)

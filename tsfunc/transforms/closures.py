@@ -24,8 +24,7 @@ from tsfunc.bridge.trace.lifted_tensors import Lifting
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, node_of_output
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import traces_compile
-from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
-from tsfunc.dispatch.state import outside_all_levels
+from tsfunc.bridge.tracers.torch_state import outside_all_transforms
 from tsfunc.program.graphs.codegen import generate
 
 
@@ -66,7 +65,7 @@ def converted(
             known = numbers[str(value)] = value, node
         return known[1]
 
-    with outside_torch(), outside_all_levels():
+    with outside_all_transforms():
         level = TraceLevel(label, symbols)
         level.sizes = number
         with traces_compile(), level, watching_random(), watching_factories():

@@ -157,8 +157,8 @@ class custom_jvp(Rule[Result]):
         if tree != call.out_tree:
             raise CustomRuleError(
                 f"custom_jvp: the rule of {self.name} has a wrong result: expected the "
-                f"structure of the function's result, {pytrees.spelled(call.out_tree)}, got "
-                f"{pytrees.spelled(tree)}."
+                f"structure of the function's result, {pytrees.structure_text(call.out_tree)}, got "
+                f"{pytrees.structure_text(tree)}."
             )
         checked = []
         for position, x in zip(call.out_places, call.results, strict=True):

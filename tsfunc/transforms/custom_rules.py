@@ -39,7 +39,7 @@ from tsfunc.dispatch.state import overriding
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
-from tsfunc.user_code import name_of, spelled
+from tsfunc.user_code import function_text, name_of
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class RuleFunction(Function):
             raise CustomRuleError(
                 f"{call.rule.label}: {call.rule.name} and its rule return results of other "
                 f"structures, types or ranks: {expected[0]} of {_spelled(expected[1])}, and "
-                f"{pytrees.spelled(call.out_tree)} of "
+                f"{pytrees.structure_text(call.out_tree)} of "
                 f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
             )
         return results
@@ -260,7 +260,7 @@ class RuleFunction(Function):
             results = apply(cls, call, sizes, *operands)
             return results
         call.perturbed = [is_perturbed(x) for x in operands]
-        if not is_differentiated(call):
+        if not is_call_differentiated(call):
             return cls.primal_results(call, sizes, *operands)
         if any(call.hidden):
             pairs = zip(operands[call.count :], call.hidden, strict=True)
@@ -290,7 +290,7 @@ class RuleFunction(Function):
         return gradients
 
 
-def is_differentiated(call: RuleCall) -> bool:
+def is_call_differentiated(call: RuleCall) -> bool:
     """True if a derivative by an operand is requested, so that the rule is needed.
 
     Without a tsfunc transform that differentiates, closed-over tensors are parameters. If only
@@ -397,7 +397,7 @@ class Rule(Generic[Result]):
         return bound.args
 
     def __repr__(self) -> str:
-        return f"{self.label}({spelled(self.func)})"
+        return f"{self.label}({function_text(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -447,7 +447,7 @@ class Rule(Generic[Result]):
         call, sizes, operands = self.prepare_call(args)
         if trace_of(operands) is None:
             call.perturbed = [is_perturbed(x) for x in operands]
-            if not is_differentiated(call):
+            if not is_call_differentiated(call):
                 return self.func(*args)
         return call.result(self.kind.run(call, sizes, operands))
 
@@ -474,10 +474,8 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def structure_error(label: str, expected: Any, got: Any) -> CustomRuleError:
-    return CustomRuleError(
-        f"{label}: expected the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
-        f"{pytrees.spelled(pytrees.structure_of(got))}."
-    )
+    wanted, given = (pytrees.structure_text(pytrees.structure_of(x)) for x in (expected, got))
+    return CustomRuleError(f"{label}: expected the structure {wanted}, got {given}.")
 
 
 def check_like(label: str, value: Any, like: Any, *, none: str = "") -> Any:

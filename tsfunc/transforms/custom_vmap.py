@@ -121,7 +121,7 @@ class custom_vmap(Rule[Result]):
         if expected not in (None, got):
             raise CustomRuleError(
                 f"{self._what}: expected a result of the function's structure, "
-                f"{pytrees.spelled(expected)}, got {pytrees.spelled(got)}."
+                f"{pytrees.structure_text(expected)}, got {pytrees.structure_text(got)}."
             )
 
     def _structure(self, leaves: Sequence[Any], tree: Any) -> Any:

@@ -164,8 +164,8 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
         raise RuntimeError(
             f"{api}: Expected primals and tangents to have the same python structure. For example, "
             f"if primals is a tuple of 3 tensors, tangents also must be. Got primals with "
-            f"structure {pytrees.spelled(spec)} and tangents with structure "
-            f"{pytrees.spelled(tangent_spec)}"
+            f"structure {pytrees.structure_text(spec)} and tangents with structure "
+            f"{pytrees.structure_text(tangent_spec)}"
         )
     for label, leaves in (("primals", flat), ("tangents", directions)):
         if not leaves:

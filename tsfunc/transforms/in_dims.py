@@ -66,8 +66,8 @@ def _mismatch(spec: Spec, args: Sequence[Any]) -> str:
         except ValueError:
             return (
                 f" The entry for {name} has structure "
-                f"{pytrees.spelled(pytrees.structure_of(prefix))}, and {name} has structure "
-                f"{pytrees.spelled(pytrees.structure_of(value))}."
+                f"{pytrees.structure_text(pytrees.structure_of(prefix))}, and {name} has structure "
+                f"{pytrees.structure_text(pytrees.structure_of(value))}."
             )
     return ""
 
@@ -176,8 +176,8 @@ def _match_one(spec: Spec, name: str, prefix: Any, value: Any) -> list[int | Non
         raise ValueError(
             f"{spec.call()}: the entry of in_dims for `{name}` is not compatible with the "
             f"structure of that argument: the entry has structure "
-            f"{pytrees.spelled(pytrees.structure_of(prefix))}, the argument "
-            f"{pytrees.spelled(pytrees.structure_of(value))}."
+            f"{pytrees.structure_text(pytrees.structure_of(prefix))}, the argument "
+            f"{pytrees.structure_text(pytrees.structure_of(value))}."
         ) from None
     if not all(map(is_dim, dims)):
         _refuse_entries(spec, dims, _leaf_names(name, value))

@@ -49,7 +49,7 @@ class Joined:
             dims = match_out_dims(self.spec, out, tree) if collections is None else collections[1]
             self._leaves = [_leaf(v, dim, self.size) for v, dim in zip(values, dims, strict=True)]
         elif tree != self._tree:
-            self._refuse(pytrees.spelled(tree), pytrees.spelled(self._tree))
+            self._refuse(pytrees.structure_text(tree), pytrees.structure_text(self._tree))
         for leaf, value in zip(self._leaves, values, strict=True):
             kind = leaf.kind(value)
             if kind != leaf.first:

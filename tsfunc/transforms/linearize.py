@@ -115,8 +115,8 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[to
     if given != spec:
         raise RuntimeError(
             f"jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals "
-            f"that were linearized at: expected {pytrees.spelled(spec)}, got "
-            f"{pytrees.spelled(given)}."
+            f"that were linearized at: expected {pytrees.structure_text(spec)}, got "
+            f"{pytrees.structure_text(given)}."
         )
     for i, (t, x) in enumerate(zip(flat, primals, strict=True)):
         if not isinstance(t, torch.Tensor):

@@ -67,9 +67,9 @@ def match_specs(label: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> 
     try:
         spread = pytrees.broadcast_prefix(specs, tree, is_spec)
     except ValueError:
+        structure = pytrees.structure_text(pytrees.structure_of(tree))
         raise MeshError(
-            f"{label}: expected a pytree prefix of {pytrees.spelled(pytrees.structure_of(tree))}, "
-            f"got {specs!r}."
+            f"{label}: expected a pytree prefix of {structure}, got {specs!r}."
         ) from None
     leaves = [P() if spec is None else spec for spec in spread]
     for spec in leaves:

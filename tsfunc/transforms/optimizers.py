@@ -149,8 +149,8 @@ class FunctionalOptimizer:
         except ValueError:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
-                f"of params: expected {pytrees.spelled(tree)}, got "
-                f"{pytrees.spelled(pytrees.structure_of(given))}."
+                f"of params: expected {pytrees.structure_text(tree)}, got "
+                f"{pytrees.structure_text(pytrees.structure_of(given))}."
             ) from None
         return leaves
 

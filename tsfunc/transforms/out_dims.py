@@ -36,8 +36,8 @@ def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[in
     except ValueError:
         raise ValueError(
             f"{spec.call(out=True)}: out_dims is not compatible with the structure of `outputs`. "
-            f"out_dims has structure {pytrees.spelled(pytrees.structure_of(out_dims))} "
-            f"but outputs has structure {pytrees.spelled(tree)}."
+            f"out_dims has structure {pytrees.structure_text(pytrees.structure_of(out_dims))} "
+            f"but outputs has structure {pytrees.structure_text(tree)}."
         ) from None
 
 

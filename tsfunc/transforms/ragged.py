@@ -150,7 +150,7 @@ def join_results(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any
         if other != tree:
             raise ValueError(
                 f"vmap({spec.name}, ...): expected `{spec.name}` to return one structure for all "
-                f"examples, got {pytrees.spelled(tree)} and {pytrees.spelled(other)}."
+                f"examples, got {pytrees.structure_text(tree)} and {pytrees.structure_text(other)}."
             )
     if dims is None:
         dims = match_out_dims(spec, parts[0].out, tree)

@@ -256,8 +256,8 @@ def match_cotangents(
     if spec != out_spec:
         raise RuntimeError(
             f"{api}: Expected pytree structure of cotangents to be the same as pytree structure "
-            f"of outputs to the function. cotangents: {pytrees.spelled(spec)}, "
-            f"primal output: {pytrees.spelled(out_spec)}"
+            f"of outputs to the function. cotangents: {pytrees.structure_text(spec)}, "
+            f"primal output: {pytrees.structure_text(out_spec)}"
         )
     for ct, out in zip(flat, outputs, strict=True):
         if not isinstance(ct, torch.Tensor):

@@ -55,7 +55,7 @@ from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.compiled import in_order
 from tsfunc.types.reading import signature_of
-from tsfunc.user_code import fold, folded_class, is_boundary, name_of, spelled, warn
+from tsfunc.user_code import fold_traceback, folded_class, function_text, is_boundary, name_of, warn
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
     from tsfunc.program.files.program_state import CellState
@@ -138,7 +138,7 @@ class Specialized(Generic[_Params, _Result]):
             try:
                 return watched_for_nans(self, args, kwargs)
             except Exception as error:  # the call inside is not the outermost one, which folds
-                fold(error, self._label, functools.partial(self._named, args, kwargs))
+                fold_traceback(error, self._label, functools.partial(self._named, args, kwargs))
                 raise
         try:
             entries = self.cache.entries
@@ -165,18 +165,18 @@ class Specialized(Generic[_Params, _Result]):
             return out
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
-                fold(error, self._label)
+                fold_traceback(error, self._label)
                 raise
         except Exception as error:
             try:
                 if isinstance(error, NanError):
                     self._find_nan(args, kwargs)
-                fold(error, self._label, functools.partial(self._named, args, kwargs))
+                fold_traceback(error, self._label, functools.partial(self._named, args, kwargs))
                 raise
             except NanError as better:
                 if better is not error:
                     better.__suppress_context__ = True
-                    fold(better, self._label)
+                    fold_traceback(better, self._label)
                 raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
@@ -201,7 +201,7 @@ class Specialized(Generic[_Params, _Result]):
             return {}
 
     def _label(self) -> str:
-        return f"specialize({spelled(self.func)})"
+        return f"specialize({function_text(self.func)})"
 
     def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function itself, because a trace could not record its program."""

@@ -23,7 +23,7 @@ from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import (
     Attribute,
     Path,
-    children_of,
+    container_children,
     describe,
     is_array,
     path_text,
@@ -164,7 +164,7 @@ class CheckContext(abc.ABC):
         """Check a named tuple of a class, or a container registered with optree."""
         if type(value) is not kind:
             return self.fail(path, "", f"a {kind.__name__}", describe(value))
-        own, children = children_of(value)
+        own, children = container_children(value)
         if not same_keys(own, entries) or own != tuple(entries):
             return self.fail(path, "", f"children {list(entries)}", str(list(own)))
         for entry, child, type_ in zip(own, children, types, strict=True):
@@ -363,7 +363,7 @@ def _entries(value: Any) -> Callable[[str, Any], Any]:
         is_leaf = True
     if is_leaf:
         return lambda name, child: Attribute(name)
-    entries, children = children_of(value)
+    entries, children = container_children(value)
     by_value = {id(child): entry for child, entry in zip(children, entries, strict=True)}
 
     def entry(name: str, child: Any) -> Any:

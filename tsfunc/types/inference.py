@@ -170,7 +170,7 @@ def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
     """
     inside = (*inside, instance)
     types_: dict[str, TSAllType] = {}
-    for name, value in attributes_of(instance).items():
+    for name, value in instance_attributes(instance).items():
         if any(value is each for each in inside):
             types_[name] = TSCustomClass(type(value))
         elif isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
@@ -184,7 +184,7 @@ _STATE = ("_parameters", "_buffers", "_modules")
 _OWN_TO_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def attributes_of(instance: Any) -> dict[str, Any]:
+def instance_attributes(instance: Any) -> dict[str, Any]:
     """Return the attributes of an instance by name, including the state of a module."""
     attributes = dict(getattr(instance, "__dict__", {}))
     for cls in type(instance).__mro__:

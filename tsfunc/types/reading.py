@@ -51,7 +51,7 @@ from tsfunc.types.single import (
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
 from tsfunc.types.unions import TSOptional, TSUnion
-from tsfunc.types.values import children_of, class_name, entry_text
+from tsfunc.types.values import class_name, container_children, entry_text
 from tsfunc.user_code import folding
 
 
@@ -224,7 +224,7 @@ def _annotated(
 
 
 def _from_container(written: object, where: str) -> Descriptor:
-    entries, values = children_of(written)
+    entries, values = container_children(written)
     kind = type(written)
     children = tuple(
         _descriptor(value, where + entry_text(kind, entry))

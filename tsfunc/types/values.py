@@ -167,7 +167,7 @@ def entry_text(kind: type, entry: object) -> str:
     return f"[{entry!r}]" if field is None else f".{field}"
 
 
-def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def container_children(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the entries and children of a pytree node; a dict keeps its own order."""
     if isinstance(container, dict):
         return tuple(container), tuple(container.values())
@@ -208,7 +208,7 @@ class PathTexts:
             return getattr(value, entry.name, None)
         try:
             if id(value) not in self._opened:
-                self._opened[id(value)] = value, _lookup(*children_of(value))
+                self._opened[id(value)] = value, _lookup(*container_children(value))
             return self._opened[id(value)][1](entry)
         except (LookupError, TypeError, ValueError):  # a leaf, or not one of the entries
             return None

@@ -9,7 +9,7 @@ import torch
 
 import tsfunc
 from tools.catalogue import PAGE, try_all, with_census
-from tsfunc.bridge.tracers.schemas import registered, signature_of
+from tsfunc.bridge.tracers.schemas import operator_signature, registered
 from tsfunc.ops import Category, all_rows
 from tsfunc.ops.catalogue.decisions import read
 from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
@@ -49,7 +49,7 @@ def test_every_overload_has_a_category_that_somebody_or_some_rule_gave() -> None
 
 def test_the_table_follows_the_schema() -> None:
     for name in NAMES:
-        signature = signature_of(name)
+        signature = operator_signature(name)
         assert signature is not None
         if name in TABLE:
             facts = TABLE[name].facts

@@ -24,7 +24,6 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output, traced_a
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import outside_modes, traces_compile
-from tsfunc.dispatch import state
 
 
 def retraced(
@@ -50,7 +49,7 @@ def retraced(
     values = [value_of(node) for node in nodes]
     symbols = _symbols_of(values)
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    with torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes():
+    with torch_state.outside_all_transforms(), outside_modes():
         level = TraceLevel(name, symbols)
         level.for_torch = True
         numbers = level.sizes = NumberInputs(level, outside)

@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from tsfunc import hooks
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.errors import EscapedTracerError
-from tsfunc.user_code import fold
+from tsfunc.user_code import fold_traceback
 
 Handler = Callable[..., Any]  # takes a class, and its arguments bound to those of ``forward``
 
@@ -72,7 +72,7 @@ def hook(handler: Handler) -> None:
             try:
                 return handler(cls, *(_by_position(cls, args, kwargs) if kwargs else args))
             except EscapedTracerError as error:
-                fold(error, str)  # the user called torch, not this package
+                fold_traceback(error, str)  # the user called torch, not this package
                 raise
 
         on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(apply))
@@ -87,7 +87,7 @@ def hook(handler: Handler) -> None:
         try:
             return handler(cls, *args)
         except EscapedTracerError as error:
-            fold(error, str)
+            fold_traceback(error, str)
             raise
 
     on_first_transform(setattr, FunctionMeta, "__call__", call)

@@ -108,7 +108,7 @@ def results_of_rule(
     except ValueError as error:
         raise RuntimeError(
             f"vmap: {label} returned an incompatible (output, out_dims): out_dims {out_dims} are "
-            f"not a prefix of the structure of the output, {pytrees.spelled(tree)}."
+            f"not a prefix of the structure of the output, {pytrees.structure_text(tree)}."
         ) from error
     return pytrees.unflatten(tree, rewrapped(leaves, bdims, values, args, level))
 

@@ -56,7 +56,6 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers
 from tsfunc.bridge.tracers.schemas import signature_of_overload
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
-from tsfunc.dispatch import state
 from tsfunc.ops import (
     attention,
     contractions,
@@ -114,7 +113,7 @@ class LazyFakeMode(FakeTensorMode):
 
         The class changes, because torch finds the rules of a mode by its class.
         """
-        with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
+        with torch_state.outside_all_transforms(), DisableTorchFunction():
             FakeTensorMode.__init__(self, shape_env=self.shape_env)
         guard_handlers()
         self.__class__ = FakeTensorMode  # type: ignore[assignment]
@@ -186,7 +185,7 @@ def new_fake_input(
         shape, strides, dtype, device, layout: its metadata; strides are for strided tensors.
         requires_grad: True if it requires grad; ignored if its dtype has no derivative.
     """
-    with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
+    with torch_state.outside_all_transforms(), DisableTorchFunction():
         made = new_fake(fake, shape, strides, dtype, device, layout)
         can = made.is_floating_point() or made.is_complex()
         return made.requires_grad_() if requires_grad and can else made
@@ -216,7 +215,7 @@ def _range(call: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
     if not step or not abs(end - start) <= _MOST_ELEMENTS * abs(step):
         return NotImplemented
-    with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
+    with torch_state.outside_all_transforms(), DisableTorchFunction():
         try:
             made = call(*args, **{**kwargs, "device": _CPU})
         except Exception:
@@ -438,10 +437,7 @@ def scaled_down(call: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     try:
         scale = _Scale(_all_sizes(names, args, kwargs))
-        with (
-            torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad(),
-            _DisableTorchDispatch(), DisableTorchFunction(),
-        ):  # fmt: skip
+        with torch_state.on_plain_tensors():
             # The arguments are made here too: under a mode they would have no memory.
             small = [scale.argument(name, x) for name, x in zip(names, args, strict=False)]
             named = {name: scale.argument(name, x) for name, x in kwargs.items()}

@@ -24,7 +24,6 @@ import torch.fx
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator
 from tsfunc.bridge.tracers.user_queries import statically_known_true
-from tsfunc.dispatch import state
 
 MOST_ELEMENTS: Final = 64  # of a tensor whose elements are followed
 MOST_NODES: Final = 256  # that lead to a number
@@ -77,8 +76,7 @@ def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
         if not order or _is_written(node.graph, {*order}):
             return None
         known = _Elements(made)
-        outside = torch_state.outside_all_levels(), state.outside_all_levels()
-        with outside[0], outside[1], torch.no_grad():
+        with torch_state.outside_all_transforms(), torch.no_grad():
             for each in order:
                 known.add(each)
             return known.element(node)
@@ -150,8 +148,7 @@ def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
     if not order or torch_state.in_dispatch_modes() or _is_written(node.graph, {*order}):
         return None
     values: dict[torch.fx.Node, Any] = {}
-    outside = torch_state.outside_all_levels(), state.outside_all_levels()
-    with outside[0], outside[1], torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         for each in order:
             if _is_literal(each, made):
                 values[each] = made[each.all_input_nodes[0]]

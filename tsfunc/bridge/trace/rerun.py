@@ -15,7 +15,6 @@ from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
-from tsfunc.dispatch import state
 from tsfunc.ops.registry import Args, Kwargs
 
 
@@ -38,7 +37,7 @@ class FakeRerun:
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a fake input with the metadata of another fake tensor."""
-        with torch_state.outside_all_levels(), state.outside_all_levels(), self._mode:
+        with torch_state.outside_all_transforms(), self._mode:
             made = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
@@ -51,8 +50,7 @@ class FakeRerun:
         Without these keys torch's fake tensors run a composite operator whole, and some of torch's
         rules for composites are wrong: that of ``nll_loss`` has its arguments in another order.
         """
-        outside = torch_state.outside_all_levels(), state.outside_all_levels()
-        with outside[0], outside[1], torch.no_grad():
+        with torch_state.outside_all_transforms(), torch.no_grad():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
             return results_of(

@@ -107,7 +107,7 @@ def quick_check(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], b
         type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in examples
     ):
         return None
-    with torch_state.outside_all_levels():
+    with torch_state.outside_all_transforms():
         if _handlers is not None:
             return _handlers.tensor_check(tuple(examples))
         # torch's annotation is one list for all tensors; the function takes a list of lists.

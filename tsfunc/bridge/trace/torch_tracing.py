@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import resets, while_torch_traces
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.dispatch import state
 from tsfunc.dispatch.state import overriding
 
 
@@ -75,7 +74,7 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch_state.outside_all_levels(), state.outside_all_levels():
+    with torch_state.outside_all_transforms():
         mode, values = _in_one_mode(values)
         with (
             mode, copied_views(), while_torch_traces(), warnings.catch_warnings(),
@@ -108,7 +107,7 @@ def is_strided(value: Any) -> bool:
 def contiguous_like(value: torch.Tensor) -> torch.Tensor:
     """Return a contiguous clone of a fake tensor."""
     mode = value.fake_mode if isinstance(value, FakeTensor) else nullcontext()
-    with torch_state.outside_all_levels(), state.outside_all_levels(), mode, torch.no_grad():
+    with torch_state.outside_all_transforms(), mode, torch.no_grad():
         return value.clone(memory_format=torch.contiguous_format)
 
 

@@ -79,7 +79,7 @@ from tsfunc.dispatch.state import State, tls
 from tsfunc.errors import EscapedTracerError
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.ops.splitting import BatchChanged
-from tsfunc.user_code import fold
+from tsfunc.user_code import fold_traceback
 
 maybe_functorch_level = _functorch.maybe_current_level
 is_grad_enabled = torch.is_grad_enabled
@@ -376,7 +376,7 @@ class FastBatchTracer(BatchTracer):
         except EscapedTracerError as error:
             values = unwrap_ended(args, kwargs)
             if values is None:
-                fold(error, str)  # the user called torch, not this package
+                fold_traceback(error, str)  # the user called torch, not this package
                 raise
             return func(*values[0], **values[1])
 

@@ -19,7 +19,7 @@ from tsfunc import hooks
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
 from tsfunc.config import config
-from tsfunc.user_code import Location, fold, is_boundary, label, user_location
+from tsfunc.user_code import Location, fold_traceback, is_boundary, label, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,7 +49,7 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
                     return call(*args, **kwargs)
                 return run_outermost(call, args, kwargs)
             except Exception as error:
-                fold(error, lambda: label(name, func))
+                fold_traceback(error, lambda: label(name, func))
                 raise
 
         is_boundary(entered)

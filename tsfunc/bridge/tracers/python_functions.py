@@ -22,7 +22,7 @@ from torch.overrides import handle_torch_function
 
 from tsfunc.bridge import compiled
 from tsfunc.errors import EscapedTracerError
-from tsfunc.user_code import fold
+from tsfunc.user_code import fold_traceback
 
 
 def handle_with_all_arguments(
@@ -37,7 +37,7 @@ def handle_with_all_arguments(
     try:
         return handle_torch_function(public_api, relevant_args, *args, **kwargs)
     except EscapedTracerError as error:
-        fold(error, str)  # the user called torch, not this package
+        fold_traceback(error, str)  # the user called torch, not this package
         raise
 
 

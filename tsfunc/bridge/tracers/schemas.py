@@ -33,7 +33,7 @@ def overload_of(name: str) -> OpOverload | None:
     return chosen if isinstance(chosen, OpOverload) else None
 
 
-def signature_of(name: str) -> OperatorSignature | None:
+def operator_signature(name: str) -> OperatorSignature | None:
     """Return the schema of a dispatcher name, or None if torch has no such operator."""
     overload = overload_of(name)
     return (
@@ -120,7 +120,7 @@ def has_fake_kernel(name: str) -> bool:
     return not own and bool(_dispatch_has_kernel_for_dispatch_key(name, "Meta"))
 
 
-def name_of(operator: Any) -> str:
+def operator_name(operator: Any) -> str:
     """Return the dispatcher name of an overload, a packet with one overload, or a custom op."""
     if isinstance(operator, CustomOpDef):
         operator = operator._opoverload
@@ -135,4 +135,6 @@ def vmap_rule(name: str) -> Any:
     return defined._vmap_fn if defined is not None else None
 
 
-READER = Reader(name_of, signature_of, overloads_of, registered, has_fake_kernel, vmap_rule)
+READER = Reader(
+    operator_name, operator_signature, overloads_of, registered, has_fake_kernel, vmap_rule
+)

@@ -65,7 +65,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.interrupts import release_guards, resets
-from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
+from tsfunc.dispatch.state import outside_all_levels
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -422,14 +422,14 @@ def preserve_dispatch_keys() -> Iterator[None]:
 
 
 @contextmanager
-def outside_all_levels() -> Iterator[None]:
-    """Context manager: set torch's dispatch keys as if no level and no handler were active.
+def outside_all_transforms() -> Iterator[None]:
+    """Context manager: no level, no handler and no transform of torch.func is active.
 
-    No torch.func transform is active in the block either: on their way outwards, its kernels
-    expect the dispatcher in the state in which they left it. The Python key is never excluded in
-    the block, because tracers without it would be tensors without memory.
+    The dispatch keys of torch are as without them. The Python key is never excluded in the block,
+    because tracers without it would be tensors without memory. The kernels of torch.func expect
+    the dispatcher in the state in which they left it, so no transform of theirs is active either.
     """
-    with outside_functorch():
+    with outside_functorch(), outside_all_levels():
         include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
         exclude = _dispatch_tls_local_exclude_set().remove(TorchKey.Python)
         with _ForceDispatchKeyGuard(include, exclude):
@@ -444,8 +444,7 @@ def outside_all_levels() -> Iterator[None]:
 def on_plain_tensors() -> Iterator[None]:
     """Context manager: torch runs on plain tensors; no level, mode or graph sees it."""
     with (
-        outside_all_levels(),
-        outside_levels_of_ours(),
+        outside_all_transforms(),
         DisableTorchFunction(),
         _DisableTorchDispatch(),
         torch.no_grad(),

@@ -49,7 +49,7 @@ from tsfunc.dispatch.recording import run_as
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError, EscapedTracerError
 from tsfunc.ops.registry import Args, Kwargs
-from tsfunc.user_code import fold
+from tsfunc.user_code import fold_traceback
 
 T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
@@ -278,7 +278,7 @@ class Tracer(torch.Tensor):
         try:
             return function_handler(func, types, args, kwargs or NO_KWARGS)
         except EscapedTracerError as error:
-            fold(error, str)  # the user called torch, not this package
+            fold_traceback(error, str)  # the user called torch, not this package
             raise
 
     # torch's annotation is for classes without subclasses, which are called without the operator.

@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import transform_code
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.closure_guards import ClosureGuards
-from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
+from tsfunc.program.closure.guard_builder import Closure, is_container, is_watched
 from tsfunc.program.closure.guard_codegen import (
     Build,
     Enter,
@@ -166,7 +166,7 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
     """True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:
         case Value(value):
-            return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)
+            return isinstance(value, torch.Tensor) or is_watched(value) or is_container(value)
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:

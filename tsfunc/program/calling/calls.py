@@ -27,7 +27,7 @@ from tsfunc.program.closure.guard_builder import (
     NumberHistory,
     Read,
     is_container,
-    is_instance,
+    is_watched,
 )
 from tsfunc.program.closure.guard_codegen import (
     Guards,
@@ -48,7 +48,7 @@ from tsfunc.program.guarding.call_spec import (
     facts_of_call,
     guard_lines,
     guards_on_arguments,
-    spelled,
+    path_expression,
 )
 from tsfunc.program.guarding.inputs import (
     InputSpec,
@@ -340,7 +340,7 @@ class CacheMiss:
         return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs,
             named_dims, scalars,
-            hide_opaque_arguments(self.func, described, self.parameters, spelled),
+            hide_opaque_arguments(self.func, described, self.parameters, path_expression),
             described, assumptions,
         )  # fmt: skip
 
@@ -523,18 +523,18 @@ class CacheMiss:
         self.closure_inputs = instances.builder.numbers.inputs  # it grows during the trace
         free_variables = FreeVariables(instances, assumptions.guards_changed)
         for i, value in enumerate(self.flat):
-            if is_instance(value) or is_container(value):
-                text = spelled(self.argument_paths[i])
+            if is_watched(value) or is_container(value):
+                text = path_expression(self.argument_paths[i])
                 instances.add(value, Source.of_argument(i, text, type(value).__name__))
             elif hasattr(type(value), "__next__"):
                 instances.builder.refuse_iterator(
-                    spelled(self.argument_paths[i]), "an argument", value
+                    path_expression(self.argument_paths[i]), "an argument", value
                 )
         free_variables.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, CODE):
                 free_variables.scan(value)
-            instances.generators.add(spelled(self.argument_paths[i]), value)
+            instances.generators.add(path_expression(self.argument_paths[i]), value)
         return instances
 
 

@@ -43,7 +43,6 @@ from tsfunc.bridge.tracers.torch_settings import (
     traces_replace_functions,
 )
 from tsfunc.bridge.tracers.tracer import sync_all
-from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError
@@ -62,7 +61,7 @@ from tsfunc.program.closure.side_effects import (
     rewrite_size_error,
 )
 from tsfunc.program.dims.constraints import check_needs
-from tsfunc.program.graphs.codegen import function_name, generate
+from tsfunc.program.graphs.codegen import generate, generated_name
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
@@ -251,7 +250,7 @@ class _Trace:
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
         axes = MeshAxes().bound if tls.state.levels else nullcontext
-        with torch_state.outside_all_levels(), state.outside_all_levels(), axes(), outside_modes():
+        with torch_state.outside_all_transforms(), axes(), outside_modes():
             self.level = TraceLevel(
                 self.request.label, self.symbols, self.assumptions.records_autograd
             )
@@ -511,7 +510,7 @@ class _Trace:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
-        taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
+        taken = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
         names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
         for node in graph.nodes:
             if node.op in ("get_attr", "placeholder") and node.target in names:

@@ -24,7 +24,6 @@ from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import outside_all_modes
 from tsfunc.bridge.tracers.user_queries import statically_known_true
-from tsfunc.dispatch import state
 from tsfunc.program.closure.closure_guards import ResultIs
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source
@@ -86,8 +85,7 @@ class NodeFunction:
 
     def __call__(self, *counters: torch.Tensor) -> Any:
         """Return the value for the current values of the tensors."""
-        outside = torch_state.outside_all_levels(), state.outside_all_levels(), outside_all_modes()
-        with outside[0], outside[1], outside[2], torch.no_grad():
+        with torch_state.outside_all_transforms(), outside_all_modes(), torch.no_grad():
             (value,) = self._run([each.clone() for each in counters])
             return value.item() if isinstance(value, torch.Tensor) else value
 

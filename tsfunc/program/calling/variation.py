@@ -43,7 +43,7 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.other_retraces import AFTER, CacheMissFacts, warning_about_others
 from tsfunc.program.calling.retrace_reasons import differing
-from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.guarding.call_spec import ANY
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
@@ -254,7 +254,7 @@ def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) 
         return dataclasses.replace(meta, shape=tuple(shape)) if vary else given or meta
     if vary is None and given is not None:
         return given
-    if type(value) in (int, float, bool, str) or is_instance(value):
+    if type(value) in (int, float, bool, str) or is_watched(value):
         return type(value)
     return value
 

@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import Operator
 from tsfunc.program.closure.closure_guards import IN_DICT, Missing, ResultIs, SameObject
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
+from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_watched, restore
 from tsfunc.program.closure.guard_codegen import MemberIs, NoMember, Source
 from tsfunc.program.closure.instances import REPLACED_METHODS, Instances
 from tsfunc.program.closure.side_effects import (
@@ -108,7 +108,7 @@ class FreeVariables:
                 self.scan(code.__func__)
             elif isinstance(code, Operator):
                 self._operator(code)
-            elif is_instance(code):
+            elif is_watched(code):
                 # An object that is reached from a variable already has a source.
                 self._object(type(code).__name__, code)
                 called = "forward" if isinstance(code, torch.nn.Module) else "__call__"
@@ -296,7 +296,7 @@ class FreeVariables:
         value = Variable(owner, name, text, "").before
         for attribute in attributes:
             value = inspect.getattr_static(value, attribute, None)
-        return value is not MISSING and is_instance(value)
+        return value is not MISSING and is_watched(value)
 
     def _count(self, func: types.FunctionType, access: Access) -> None:
         """Keep the value of a variable that the function only changes."""
@@ -369,7 +369,7 @@ class FreeVariables:
             value = value.__func__
         elif isinstance(variable.owner, type) and (
             isinstance(value, types.ClassMethodDescriptorType)  # each read makes a new bound method
-            or (is_instance(value) and hasattr(value, "__get__"))
+            or (is_watched(value) and hasattr(value, "__get__"))
         ):
             base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
             source = Source.of_object(base, variable.text)
@@ -397,7 +397,7 @@ class FreeVariables:
         if isinstance(value, CODE):
             self.guards.add(SameObject(replace(source, text=""), value))
             self.scan(value)
-        elif is_instance(value):
+        elif is_watched(value):
             self.guards.add(SameObject(replace(source, text=""), value))
             self._object(source.text, value)
             self.builder.guard(value, source)  # an argument may be the same object
@@ -406,7 +406,7 @@ class FreeVariables:
             self.builder.guard(value, source)
 
     def _object(self, text: str, value: Any) -> None:
-        if is_instance(value) and self.builder.source_of(value) is None:
+        if is_watched(value) and self.builder.source_of(value) is None:
             self.instances.add(value, Source.of_object(value, text, type(value).__name__))
 
     def _changes(self) -> Iterator[SideEffect]:

@@ -410,7 +410,7 @@ class GuardBuilder:
             elif str(getattr(value, "dtype", "")) == "object":
                 for i, item in enumerate(value.flat):
                     self.guard(item, source.at(f"{{}}.flat[{i}]", f"{source.text}[{i}]"))
-        elif is_instance(value):
+        elif is_watched(value):
             self._known[id(value)] = value, source
             guards.add(TypeOf(source, cls))
             self._on_object(value, source)
@@ -438,7 +438,7 @@ class GuardBuilder:
     def _elements(self, values: Iterable[Any], source: Source) -> None:
         """Guard the objects that are elements of a set or keys of a dict, by identity."""
         for each in values:
-            if is_instance(each):
+            if is_watched(each):
                 self.guard(
                     each, Source.of_object(each, source.text, source.owner, source.in_closure)
                 )
@@ -565,7 +565,7 @@ def can_watch(cls: type) -> bool:
     return bool(mutable) and plain is type.__setattr__
 
 
-def is_instance(value: Any) -> bool:
+def is_watched(value: Any) -> bool:
     """True if the attributes of an object are watched."""
     cls = type(value)
     root = cls.__module__.partition(".")[0]

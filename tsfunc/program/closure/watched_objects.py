@@ -23,7 +23,7 @@ from tsfunc.program.closure.closure_guards import (
     SameContents,
     SameObject,
 )
-from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
+from tsfunc.program.closure.guard_builder import GuardBuilder, is_watched
 from tsfunc.program.closure.guard_codegen import MemberIs, Source
 from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
@@ -233,7 +233,7 @@ class WatchedObject:
         builder = self._builder
         if (
             not hasattr(type(descriptor), "__get__")
-            or not is_instance(descriptor)
+            or not is_watched(descriptor)
             or builder.source_of(descriptor) is not None
         ):
             return

@@ -225,7 +225,7 @@ def ordered(
     for name in names:
         least = Symbol(name) - surplus
         value = least + Symbol(extra)
-        if Symbol(name) in least.free_symbols or spelled(value) is None:
+        if Symbol(name) in least.free_symbols or as_dim_spec(value) is None:
             continue
         others = _with_raised_minima(least, dims[name], known, sizes)
         if others is not None:
@@ -279,10 +279,10 @@ def _solved_for(fact: Any, name: str) -> Any:
     free = Symbol(name)
     difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
     solutions = solve(difference, free) if difference.is_polynomial(free) else []
-    return solutions[0] if len(solutions) == 1 and spelled(solutions[0]) is not None else None
+    return solutions[0] if len(solutions) == 1 and as_dim_spec(solutions[0]) is not None else None
 
 
-def spelled(value: Any) -> DimSpec:
+def as_dim_spec(value: Any) -> DimSpec:
     """Return an expression in the syntax of descriptors; None if they can't express it."""
     if value.is_Integer:
         return int(value) if value >= 0 else None
@@ -479,5 +479,5 @@ class _Suggestion:
         sizes: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(opened)}
         for name, value in self.solved.items():
             names = map(str, value.free_symbols)
-            sizes[name] = spelled(value) if self.opened.isdisjoint(names) else None
+            sizes[name] = as_dim_spec(value) if self.opened.isdisjoint(names) else None
         return sizes

@@ -30,7 +30,7 @@ from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.schemas import name_of
+from tsfunc.bridge.tracers.schemas import operator_name
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
@@ -488,7 +488,7 @@ def _encode_operator(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any]
     if isinstance(op, TorchOperator):
         called = op.name
     else:
-        called = _ASSERTION if node.target is check_size else name_of(node.target)
+        called = _ASSERTION if node.target is check_size else operator_name(node.target)
     return writer.call(node, "operator", called) if "::" in called else None
 
 

@@ -29,7 +29,7 @@ from tsfunc.bridge.sizes.expressions import (
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.schemas import signature_of
+from tsfunc.bridge.tracers.schemas import operator_signature
 from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.fields import LONGEST_INT, Field
 from tsfunc.program.files.json_values import ValueReader, printable
@@ -72,7 +72,9 @@ NAMES_OF_FUNCTIONS = {function: name for name, function in FUNCTIONS.items()}
 
 @functools.cache
 def _signature(name: str) -> OperatorSignature | None:
-    return signature_of(name) if _NAME.fullmatch(name) and not _REACH_OUT.match(name) else None
+    return (
+        operator_signature(name) if _NAME.fullmatch(name) and not _REACH_OUT.match(name) else None
+    )
 
 
 def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, OperatorSignature]:

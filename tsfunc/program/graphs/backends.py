@@ -52,7 +52,6 @@ from tsfunc.bridge.trace.graph_compilers import (
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
-from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
 from tsfunc.ops.dims import dense_strides, memory_order, memory_span
 from tsfunc.program.closure.results import InputRef
@@ -270,7 +269,7 @@ class Compiled:
             examples = [*_apart(examples)]
         examples += symbols.scalars.values()
         donated = nullcontext() if self._separate else without_donated_buffers()
-        with torch_state.outside_all_levels(), state.outside_all_levels(), donated:
+        with torch_state.outside_all_transforms(), donated:
             try:
                 call = self._backend(self._module, examples)
             except CompilerFailed as error:

@@ -228,10 +228,10 @@ def statements(
 def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> SourceNames:
     """Return names for the objects of a graph's source, other than the function's and values'."""
     # The function may have the name of an operator.
-    return SourceNames(lifted, (function_name(name), *(node.name for node in graph.nodes)))
+    return SourceNames(lifted, (generated_name(name), *(node.name for node in graph.nodes)))
 
 
-def function_name(name: str) -> str:
+def generated_name(name: str) -> str:
     """Return the name of a function in the source."""
     return name if name.isidentifier() and not keyword.iskeyword(name) else "program"
 
@@ -254,7 +254,7 @@ def generate(
         if isinstance(node.target, ControlFlow):
             write_bodies(node.target)
     names = names_of(name, graph, lifted)
-    called = function_name(name)
+    called = generated_name(name)
     written = list(statements(graph, inputs, names, updates))
     lines = [f"    {each.text}\n" for each in written]
     source = f"def {called}(args):\n{''.join(lines)}"
@@ -342,7 +342,7 @@ def printed(
         if isinstance(node.target, ControlFlow)
         for body in node.target.bodies
     ]
-    lines = [f"def {function_name(name)}(args):"]
+    lines = [f"def {generated_name(name)}(args):"]
     lines += [f"    {line}" for line in _lines(name, graph, inputs, lifted, updates)]
     return "".join(bodies) + "".join(f"{line}\n" for line in lines)
 

@@ -25,7 +25,6 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.dispatch import state
 from tsfunc.program.closure.closure_guards import NumberInput
 from tsfunc.program.closure.results import InputRef, fill
 from tsfunc.program.graphs.data import ProgramData
@@ -42,7 +41,7 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
     """
     if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
         return False
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         return _Matching(symbolic, fixed, sizes).is_whole()
 
 

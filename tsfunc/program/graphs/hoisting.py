@@ -43,7 +43,6 @@ from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator
 from tsfunc.bridge.tracers.write_counts import write_counts
-from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
@@ -248,7 +247,7 @@ def _sharing(node: torch.fx.Node) -> list[torch.fx.Node]:
         return shared
     if declares_sharing(op) or not all(map(_is_strided_tensor, inputs)):
         return shared
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         try:
             metas = {each: _without_memory(each.meta["val"]) for each in inputs}
             args = torch.fx.map_arg(node.args, metas.__getitem__)

@@ -26,7 +26,7 @@ import torch.fx
 
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.trace.graph_compilers import READS
-from tsfunc.bridge.tracers.schemas import overloads_of, signature_of
+from tsfunc.bridge.tracers.schemas import operator_signature, overloads_of
 from tsfunc.ops.catalogue.signature import Argument
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import SCALED, STEPS
@@ -307,7 +307,7 @@ def _is_floating(value: Any) -> bool:
 def _signature(node: torch.fx.Node) -> Any:
     """Return the signature of the operator that a node calls, or None."""
     packet = getattr(node.target, "overloadpacket", None)
-    return None if packet is None else signature_of(node.target.name())  # type: ignore[union-attr]
+    return None if packet is None else operator_signature(node.target.name())  # type: ignore[union-attr]
 
 
 def _origins(graph: torch.fx.Graph) -> _Origins:
@@ -349,7 +349,7 @@ def _computes_in(node: torch.fx.Node, value: torch.Tensor) -> torch.dtype:
 @functools.cache
 def _on_tensors(name: str, numbers: frozenset[str]) -> tuple[Sequence[Argument], Any] | None:
     """Return the overload of an operator that takes tensors as the named arguments."""
-    signature = signature_of(name)
+    signature = operator_signature(name)
     assert signature is not None
     for other in overloads_of(name.partition(".")[0]):
         pairs = list(zip(signature.arguments, other.arguments, strict=False))

@@ -17,9 +17,8 @@ from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
-from tsfunc.dispatch import state
 from tsfunc.ops.dims import dense_strides, memory_order
-from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.closure.guard_codegen import (
     Guard,
     GuardCode,
@@ -145,7 +144,7 @@ def example_call(
 def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return None
-    return WatchedPlaceholder(type(value)) if is_instance(value) else value
+    return WatchedPlaceholder(type(value)) if is_watched(value) else value
 
 
 def without_data(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
@@ -165,7 +164,7 @@ def placeholder(
 ) -> torch.Tensor:
     """Return an example without data for an input with a known type."""
     if strides is None:
-        with torch_state.outside_all_levels(), state.outside_all_levels():
+        with torch_state.outside_all_transforms():
             strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
     return new_fake_input(Symbols({}).fake, shape, strides, dtype, device)
 
@@ -206,7 +205,7 @@ def argument_paths_of(
     return argument_paths
 
 
-def spelled(path: Sequence[Any]) -> str:
+def path_expression(path: Sequence[Any]) -> str:
     """Return the path of an argument in the user's spelling."""
     return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
 
@@ -253,7 +252,7 @@ def guards_on_arguments(
             guards.append(TensorMeta(i, specs[i]))
         elif i in numbers:
             guards.append(AnyNumber(i, numbers[i], value))
-        elif isinstance(value, WatchedPlaceholder) or is_instance(value):
+        elif isinstance(value, WatchedPlaceholder) or is_watched(value):
             guards.append(
                 TypeIs(i, value.cls if isinstance(value, WatchedPlaceholder) else type(value))
             )

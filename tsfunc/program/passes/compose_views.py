@@ -31,7 +31,6 @@ import torch.fx
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.writing.storages import memory_of
-from tsfunc.dispatch import state
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.program.passes.effects import Aliases, aliased
 
@@ -187,7 +186,7 @@ def _reshape_instead_of_copy(
 
 def _copies(before: torch.Tensor, value: torch.Tensor) -> bool:
     """True if a reshape copies, and its result has the strides of the value."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         meta = torch.empty_strided(before.shape, before.stride(), device="meta")
         copied = meta.reshape(value.shape)
         shared = memory_of(copied) == memory_of(meta)
@@ -220,6 +219,6 @@ def _fixed(value: torch.Tensor) -> bool:
 
 def _same_strides(before: torch.Tensor, value: torch.Tensor) -> bool:
     """True if a reshape has the strides of the chain's result."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         meta = torch.empty_strided(before.shape, before.stride(), device="meta")
         return meta.reshape(value.shape).stride() == value.stride()

@@ -31,7 +31,6 @@ from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator, operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
-from tsfunc.dispatch import state
 from tsfunc.program.passes.compose_views import compose_views
 from tsfunc.program.passes.effects import (
     Aliases,
@@ -336,7 +335,7 @@ def fold_constants(
     values = {node: frozen[str(node.target)] for node in graph.nodes
               if node.op == "get_attr" and str(node.target) in frozen}  # fmt: skip
     folded: list[torch.fx.Node] = []
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+    with torch_state.outside_all_transforms(), torch.no_grad():
         for node in graph.nodes:
             if _foldable(node, aliases, values):
                 result = _computed(node, values)
