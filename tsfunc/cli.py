@@ -244,7 +244,7 @@ def _one_operator(name: str) -> None:
         entries = [ops.lookup(each) for each in overloads]
         _table(
             ["overload", "category", "under vmap"],
-            [[each.name, each.category.value, _way(each)] for each in entries],
+            [[each.name, each.category.value, _rule_under_vmap(each)] for each in entries],
         )
         return
     facts = entry.facts
@@ -259,7 +259,7 @@ def _one_operator(name: str) -> None:
         "shares memory of": ", ".join(facts.aliases),
         "also": ", ".join(facts.marks),
         "ranks it took": entry.evidence.in_words().partition(";")[0],
-        "under vmap": _way(entry),
+        "under vmap": _rule_under_vmap(entry),
     }
     rows = [[label, value] for label, value in lines.items() if value]
     _table(None, [*rows, *_function_rules(entry.name)])
@@ -275,7 +275,7 @@ def _function_rules(operator: str) -> list[list[str]]:
     return rows
 
 
-def _way(entry: ops.OperatorEntry) -> str:
+def _rule_under_vmap(entry: ops.OperatorEntry) -> str:
     if entry.rule is None:
         return describe_execution(entry.name)
     return f"rule {name_of_rule(entry.rule)}, {_shortened(entry.file)}:{entry.line}"

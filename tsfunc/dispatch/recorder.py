@@ -14,7 +14,7 @@ from tsfunc.user_code import Location
 
 @dataclass(frozen=True)
 class KernelUse:
-    """One way in which the calls of an operator from one line were served.
+    """The calls of an operator from one line that were served in the same way.
 
     Attributes:
         operator: the name of the operator.

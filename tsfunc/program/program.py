@@ -67,7 +67,8 @@ class Program(ProgramData):
             outside; None if they were not recorded.
         numbers: the numbers that it has read from containers and objects outside, by the user's
             spelling; the type of those that are inputs.
-        raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``constraints``.
+        larger_minima: the named dims that have a larger minimum in it: NOTE [small sizes] in
+            ``constraints``.
     """
 
     @classmethod

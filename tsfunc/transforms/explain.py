@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperatorUse:
-    """One row of a report: an operator, called from one line, served in one way.
+    """One row of a report: an operator, called from one line and served by one rule.
 
     Attributes:
         operator: the dispatcher's name (``aten::add.Tensor``); for a call without a transform, the
@@ -78,8 +78,8 @@ class OperatorUse:
         return f"{os.path.basename(self.file)}:{self.line}, {self.function}{suffix}"
 
     @property
-    def way(self) -> str:
-        """The way in which the operator was served, in one phrase."""
+    def served_by(self) -> str:
+        """The kind of rule that served the operator, and the rule, in one phrase."""
         rule = self.rule + (f" ({_short(self.source)})" if self.source else "")
         return f"{self.how}: {rule}" if rule else self.how
 
@@ -103,7 +103,7 @@ class CallReport:
 
     Attributes:
         function: the name of the called function.
-        uses: a row for each operator, line and way, in the order of the lines.
+        uses: a row for each operator, line and rule, in the order of the lines.
         collectives: the number of calls of each collective along each mesh axis, on this rank.
     """
 
@@ -144,7 +144,7 @@ class CallReport:
             level = f"{use.transform} (level {use.depth})" if use.depth else ""
             ms = f"{use.seconds * 1e3:.3f}"
             name = f"{mark}{indent}{use.operator}"
-            yield (name, use.category or "", use.location, level, use.way, str(use.times), ms)
+            yield (name, use.category or "", use.location, level, use.served_by, str(use.times), ms)
 
     def show(self, path: str | os.PathLike[str] | None = None) -> None:
         """Print the table, or write it as an HTML page that can be searched and sorted.
@@ -208,11 +208,11 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 
     Returns:
         A :class:`CallReport`: a row for each operator, the line of the user's code that called
-        it, and the way in which it was served (a batching rule, its parts, the slow loop), with
+        it, and the rule that served it (a batching rule, its parts, the slow loop), with
         the number of calls and their time. Operators of a backward pass that a transform runs are
-        listed at the lines of the forward pass. Calls of torch outside of transforms have the way
-        "torch". The report omits the operators of their own backward pass, and elementwise calls
-        on threads that ``func`` starts.
+        listed at the lines of the forward pass. Calls of torch outside of transforms are
+        served by "torch". The report omits the operators of their own backward pass, and
+        elementwise calls on threads that ``func`` starts.
 
     Raises:
         Exception: any exception of the call.
@@ -250,7 +250,7 @@ def _order(counted: tuple[KernelUse, UseCount]) -> tuple[str, int, bool, int]:
 
 def _described(use: KernelUse, count: UseCount) -> OperatorUse:
     row = find(use.operator)
-    how, rule, source = _way(use, row)
+    how, rule, source = _server_of(use, row)
     category = ops.category_of(use.operator)
     file, line, function = use.location
     return OperatorUse(
@@ -260,8 +260,8 @@ def _described(use: KernelUse, count: UseCount) -> OperatorUse:
     )  # fmt: skip
 
 
-def _way(use: KernelUse, row: Row | None) -> tuple[str, str, str]:
-    """Return the way, the rule and the source of the rule."""
+def _server_of(use: KernelUse, row: Row | None) -> tuple[str, str, str]:
+    """Return the kind of rule, the rule and the source of the rule."""
     if use.how not in ("cell", "row", "column"):
         return use.how, use.rule, use.source
     if use.how == "column" and use.key == DispatchKey.Batch.name and row and row.rule:

@@ -2,7 +2,7 @@
 
 NOTE [packed sequences]
 C++ code reads the lengths of packed sequences as numbers, and takes each step on the sequences that
-are long enough. A call takes one of three ways:
+are long enough. A call takes one of three paths:
 
 - If the lengths are a plain tensor, which all examples of a batch share, packing and padding gather
   rows at positions that are numbers, and the layers run step by step in C++.

@@ -4,7 +4,7 @@ torch has one operator for all layers and steps of an ``LSTM``, and its C++ code
 as the example has. A scan of one step serves all lengths. The product of the inputs and their
 weights does not depend on the step before, so it is a single product over all steps.
 
-Layers take packed sequences in one of three ways: NOTE [packed sequences] in ``packed_sequences``.
+Layers take packed sequences on one of three paths: NOTE [packed sequences] in ``packed_sequences``.
 
 NOTE [workspaces of oneDNN]
 On CPUs, oneDNN runs an LSTM in single or half precision as one operator, whose kernel returns a

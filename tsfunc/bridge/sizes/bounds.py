@@ -44,17 +44,17 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     return holds_by_remainders(fact, steps)
 
 
-def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
-    """Return the dims to raise, with the lowest least size for which a fact holds, or None.
+def with_least_minima(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
+    """Return the dims that need a larger minimum, with the least for which a fact holds, or None.
 
-    None means that the fact holds for no least size below 64.
+    None means that the fact holds for no minimum below 64.
     """
     for low in range(2, _LARGEST_LEAST_SIZE):
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
-        raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
-        if holds(fact, raised):
-            return {name: dim for name, dim in raised.items() if (dims[name].min or 2) < low}
+        larger = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
+        if holds(fact, larger):
+            return {name: dim for name, dim in larger.items() if (dims[name].min or 2) < low}
     return None
 
 

@@ -233,7 +233,7 @@ class Lifting(UserCode):
         if func is torch._assert and isinstance(args[0], torch.SymBool):
             with self:  # the function's code asks, not the code of an operator
                 return torch._check_with(AssertionError, args[0], lambda: args[1])
-        passes = self.level.passes
+        passes = self.level.backward_passes
         if passes is not None and not is_traced(args[0] if args else None):
             if func == _GRAD.__get__:
                 return passes.get(args[0])

@@ -132,7 +132,7 @@ def _lazy_bit(name: str) -> PropertyReader:
 
 def _grad(guards: TensorGuards, value: Any) -> Any:
     """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
-    argument, passes = guards.argument(value), value.dispatch_level.passes
+    argument, passes = guards.argument(value), value.dispatch_level.backward_passes
     if argument is None or passes is None:
         return without_handlers(_GRAD, value)
     return passes.get(argument.example)

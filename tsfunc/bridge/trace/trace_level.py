@@ -71,7 +71,7 @@ from tsfunc.user_code import source_line, user_location
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Passes(Protocol):
+class BackwardHandler(Protocol):
     """The backward passes of a traced function, and the ``.grad`` of tensors from outside."""
 
     def serve(self, call: BackwardPass) -> bool:
@@ -102,7 +102,7 @@ class TraceLevel(TracerLevel):
         of_dtensors: True if inputs or tensors from outside are DTensors.
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
             in programs] in ``lifted_tensors``.
-        passes: the backward passes of the function that reach these tensors.
+        backward_passes: the backward passes of the function that reach these tensors.
         failing: functions that are called with the error if no program is made.
         for_torch: True if the graph is written in torch's operators, which make one choice for a
             whole batch (NOTE [unreadable choices] in ``transforms/control/cond``) and have no
@@ -110,6 +110,7 @@ class TraceLevel(TracerLevel):
     """
 
     __slots__ = (
+        "backward_passes",
         "bodies",
         "failing",
         "fake",
@@ -120,7 +121,6 @@ class TraceLevel(TracerLevel):
         "of_dtensors",
         "on_lift",
         "originals",
-        "passes",
         "records",
         "repeated",
         "results",
@@ -134,7 +134,7 @@ class TraceLevel(TracerLevel):
         register_dispatch_handlers()
         self.records = records
         self.autograd += records
-        self.passes: Passes | None = None
+        self.backward_passes: BackwardHandler | None = None
         self.failing: list[Callable[[BaseException], None]] = []
         self.for_torch = False
         self.graph = torch.fx.Graph()
@@ -199,7 +199,7 @@ class TraceLevel(TracerLevel):
 
     def allows_backward_outside(self, call: BackwardPass) -> bool:
         self.on_backward_pass()
-        return self.passes is not None and self.passes.serve(call)
+        return self.backward_passes is not None and self.backward_passes.serve(call)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
         """Lift a tensor from outside: the program reads it at every call, as an input."""

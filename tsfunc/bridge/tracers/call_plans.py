@@ -1,4 +1,4 @@
-"""Call plans: the way of a call on batched tensors to its rule, decided once and kept as data.
+"""Call plans: the path of a call on batched tensors to its rule, decided once and kept as data.
 
 NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
@@ -76,7 +76,7 @@ class PlanStep(enum.Enum):
 
 
 class CallPlan:
-    """The way of a call, as data.
+    """The path of a call to its rule, as data.
 
     Attributes:
         step: how the results are made.

@@ -57,8 +57,8 @@ from tsfunc.program.guarding.inputs import (
     refuse_arrays,
     scalar_inputs,
     tensor_inputs,
+    with_bounds,
     with_fixed_sizes,
-    with_raised_minima,
 )
 from tsfunc.types import Dim
 from tsfunc.types.values import PathTexts
@@ -350,8 +350,8 @@ class CacheMiss:
         instances = self._instances(assumptions)
         program = capture(self._request(assumptions, inputs, named_dims, scalars), instances)
         key = self.key(inputs, scalars)
-        named_dims = {**named_dims, **program.raised}
-        inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
+        named_dims = {**named_dims, **program.larger_minima}
+        inputs = [with_bounds(spec, program.larger_minima) for spec in inputs]
         call_spec = call_spec_of(
             self.flat, self.tree, inputs, named_dims, self.settings, self.target.sees_keywords,
             scalars, program.trace_guards,

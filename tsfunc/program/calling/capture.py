@@ -418,7 +418,7 @@ class _Trace:
         level.graph.output(tuple(results))
         symbols.end()
         needs = symbols.needs()
-        raised = {} if not needs else check_needs(
+        larger_minima = {} if not needs else check_needs(
             request.name, needs, request.named_dims, sizes_of_call(request.inputs),
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
@@ -434,7 +434,7 @@ class _Trace:
         properties = level.tensor_guards.property_guards.values()
         guards = [*map(ConditionHolds, conditions), *map(Property, properties), *self._aliasing()]
         return replace(
-            program, trace_guards=tuple(guards), raised=raised,
+            program, trace_guards=tuple(guards), larger_minima=larger_minima,
             attributes=(*self._attributes, *numbers.inputs),
             looks_at_grad=level.tensor_guards.of_grad, numbers=dict(numbers.read),
         )  # fmt: skip

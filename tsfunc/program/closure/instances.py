@@ -368,7 +368,7 @@ class ClosureGradients:
         record: Callable[[], NoReturn],
     ) -> None:
         self._level, self._instances, self._builder = level, instances, instances.builder
-        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
+        self.passes = level.backward_passes = BackwardPasses(level, self._read, self._check, record)
         instances.assigned_grads = self._changes
         self._checked: set[int] = set()
         self._read_at = read_at

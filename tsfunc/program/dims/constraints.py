@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger, without_common_factor
+from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_least_minima, without_common_factor
 from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.errors import ConstraintViolation
@@ -33,7 +33,7 @@ from tsfunc.user_code import source_line
 # --- small sizes: those for which a size computed from them is 0 or 1
 
 
-def raised_minima(
+def larger_minima(
     needs: Sequence[Need], dims: Mapping[str, Dim]
 ) -> tuple[dict[str, Dim], list[Need]]:
     """Return larger minima for named dims that satisfy the needs about small sizes.
@@ -44,20 +44,22 @@ def raised_minima(
     Returns:
         The dims with a new minimum, and the needs that no minimum satisfies.
     """
-    raised_dims: dict[str, Dim] = {}
+    larger: dict[str, Dim] = {}
     rest = []
     for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
         fact = need.expr if need.by_user else without_common_factor(need.expr, dims)
         names = sorted(str(symbol) for symbol in fact.free_symbols)
-        about = {name: raised_dims.get(name, dims[name]) for name in names}
-        raised = (
-            with_larger(fact, about) if not need.by_user and _is_about_small_size(fact) else None
+        about = {name: larger.get(name, dims[name]) for name in names}
+        dims_of_need = (
+            with_least_minima(fact, about)
+            if not need.by_user and _is_about_small_size(fact)
+            else None
         )
-        if raised is None:
+        if dims_of_need is None:
             rest.append(need)
         else:
-            raised_dims.update(raised)
-    return raised_dims, rest
+            larger.update(dims_of_need)
+    return larger, rest
 
 
 def names_in_own_needs(needs: Sequence[Need]) -> frozenset[str]:
@@ -144,9 +146,9 @@ def check_needs(
     if not failing_conditions:
         return {}
     failing_conditions = [_of_call(need, sizes) for need in failing_conditions]
-    raised, rest = raised_minima(failing_conditions, dims)
+    larger, rest = larger_minima(failing_conditions, dims)
     if not rest:
-        return raised
+        return larger
     refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
     own_names = names_in_own_needs(rest)
     if own_names and not assumptions.other_hints:

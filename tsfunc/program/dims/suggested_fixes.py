@@ -15,7 +15,7 @@ from tsfunc.bridge.sizes.bounds import (
     holds_at,
     period_of,
     smallest,
-    with_larger,
+    with_least_minima,
 )
 from tsfunc.bridge.sizes.expressions import divisions, moduli, python_text
 from tsfunc.bridge.sizes.symbols import Need
@@ -227,14 +227,14 @@ def ordered(
         value = least + Symbol(extra)
         if Symbol(name) in least.free_symbols or as_dim_spec(value) is None:
             continue
-        others = _with_raised_minima(least, dims[name], known, sizes)
+        others = _with_larger_minima(least, dims[name], known, sizes)
         if others is not None:
             size = int(surplus.subs({Symbol(each): sizes[each] for each in names}))
             return Solution(name, value, [*others, known[extra]], {extra: size})
     return None
 
 
-def _with_raised_minima(
+def _with_larger_minima(
     least: Any, dim: Dim, dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Iterable[Dim] | None:
     """Return dims with larger minima, so that the lower bound of another meets its minimum.
@@ -245,10 +245,10 @@ def _with_raised_minima(
     if dim.max is not None or dim.multiple_of is not None or dim.one_of is not None:
         return None
     names = sorted(str(symbol) for symbol in least.free_symbols)
-    raised = with_larger(least >= (dim.min or 0), {name: dims[name] for name in names})
-    if raised is None or not all(each.admits(sizes[each.name]) for each in raised.values()):
+    larger = with_least_minima(least >= (dim.min or 0), {name: dims[name] for name in names})
+    if larger is None or not all(each.admits(sizes[each.name]) for each in larger.values()):
         return None
-    return raised.values()
+    return larger.values()
 
 
 def _surplus(fact: Any, sizes: Mapping[str, int]) -> Any:
@@ -411,7 +411,7 @@ class _Suggestion:
             int(value.subs({name: self.sizes.get(name, 0) for name in names})),
             Ge(value, 0),
         )
-        if with_larger(fact, {name: self.dims[name] for name in names}) is None:
+        if with_least_minima(fact, {name: self.dims[name] for name in names}) is None:
             return [Ge(value, min(size, 2))]
         return [fact]
 
@@ -419,13 +419,13 @@ class _Suggestion:
         """Make a fact hold by the sizes of the call as minima; return False if they do not."""
         fact = self._in_terms_of_others(fact)
         about = {str(symbol): self.dims[str(symbol)] for symbol in fact.free_symbols}
-        raised = {
+        larger = {
             name: dataclasses.replace(dim, min=max(dim.min or 0, self.sizes.get(name, 0)))
             for name, dim in about.items()
         }
-        if not holds(fact, raised):
+        if not holds(fact, larger):
             return False
-        self._bound(*raised.values())
+        self._bound(*larger.values())
         return True
 
     def _satisfy_by_bounds(self, fact: Any, name: str) -> bool:

@@ -47,7 +47,7 @@ class ProgramData:
     attributes: tuple[str, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     closure_guards: ClosureGuards | None = None
-    raised: Mapping[str, Dim] = field(default_factory=dict)
+    larger_minima: Mapping[str, Dim] = field(default_factory=dict)
     numbers: Mapping[str, int | float | type] = field(default_factory=dict)
 
     @functools.cached_property

@@ -305,10 +305,10 @@ def with_fixed_sizes(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     return dataclasses.replace(spec, dims=tuple(dims))
 
 
-def with_raised_minima(spec: InputSpec, raised: Mapping[str, Dim]) -> InputSpec:
+def with_bounds(spec: InputSpec, dims: Mapping[str, Dim]) -> InputSpec:
     """Return the input with other bounds for some named dims."""
-    dims = [raised.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims]
-    return dataclasses.replace(spec, dims=tuple(dims))
+    bounded = [dims.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims]
+    return dataclasses.replace(spec, dims=tuple(bounded))
 
 
 def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimForm:

@@ -133,7 +133,7 @@ class Tracing:
         except Exception as error:
             raise self.refusal(label, self._words_of(error)) from None
         guards = program.trace_guards
-        if conditions_among(guards) or program.raised or program.updates:
+        if conditions_among(guards) or program.larger_minima or program.updates:
             raise self.refusal(label, "it does not do the same for all sizes and numbers")
         properties = [guard.guard.fact for guard in guards if isinstance(guard, Property)]
         if properties or program.attributes:
