@@ -6,7 +6,7 @@
     │   └── AnnotationError (TypeError)       an annotation is not a type of the language
     ├── TypeCheckError (TypeError)            types disagree, or lack an attribute or operator
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs a fact that no descriptor states
+    ├── ConstraintViolation (ValueError)      a trace needs a constraint that no descriptor states
     ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── FailedCheckError (RuntimeError)       data at run time breaks a check of the program
@@ -72,10 +72,10 @@ class DescriptorViolation(TsfuncError, ValueError):
 
 
 class ConstraintViolation(TsfuncError, ValueError):
-    """Tracing relied on a fact about a named dim that its descriptor does not state.
+    """Tracing relied on a constraint on a named dim that its descriptor does not state.
 
     Args:
-        suggested: for each affected dim, a dim that states the missing fact.
+        suggested: for each affected dim, a dim that states the missing constraint.
     """
 
     def __init__(self, message: str = "", suggested: Mapping[str, object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""NOTE [facts from remainders] in ``bridge/sizes/remainders``."""
+"""NOTE [constraints from remainders] in ``bridge/sizes/remainders``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def padded(size: Any, step: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fact",
+    "constraint",
     [
         Eq(4 * FloorDiv(padded(H, 4), 4), padded(H, 4)),
         Eq(PythonMod(padded(H, 4), 4), 0),
@@ -41,8 +41,8 @@ def padded(size: Any, step: int) -> Any:
         Le(FloorDiv(FloorDiv(H, 2) + 1, 3), FloorDiv(H + 2, 6)),
     ],
 )  # fmt: skip
-def test_true_facts_are_proved(fact: Any) -> None:
-    assert holds_by_remainders(fact, SIZES)
+def test_true_facts_are_proved(constraint: Any) -> None:
+    assert holds_by_remainders(constraint, SIZES)
 
 
 def test_sizes_go_by_the_step_of_their_dim() -> None:
@@ -54,10 +54,10 @@ def test_sizes_go_by_the_step_of_their_dim() -> None:
 
 @given(expressions(), expressions(), st.sampled_from([Eq, Ne, Ge, Gt, Le, Lt]))
 def test_proved_facts_hold(one: Any, other: Any, relation: Any) -> None:
-    fact = relation(one, other)
-    if fact.free_symbols and holds_by_remainders(fact, SIZES):
+    constraint = relation(one, other)
+    if constraint.free_symbols and holds_by_remainders(constraint, SIZES):
         for h, w in itertools.product(range(2, 12), range(2, 12)):
-            assert fact.subs({H: h, W: w})
+            assert constraint.subs({H: h, W: w})
 
 
 def test_windows_of_padded_inputs() -> None:

@@ -44,7 +44,7 @@ def test_one_program_for_all_lengths(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("f", "fact", "dim"),
+    ("f", "constraint", "dim"),
     [
         (lambda x: x.unbind(), "n == 9", "9"),
         (lambda x: [row.sum() for row in x], "n == 9", "9"),
@@ -59,10 +59,12 @@ def test_one_program_for_all_lengths(name: str) -> None:
     ],
     ids=["unbind", "for", "split", "chunk", "chunks of one", "chunk of few"],
 )
-def test_the_number_of_parts_is_guarded(f: Callable[[Tensor], Any], fact: str, dim: str) -> None:
+def test_the_number_of_parts_is_guarded(
+    f: Callable[[Tensor], Any], constraint: str, dim: str
+) -> None:
     with pytest.raises(ConstraintViolation) as caught:
         specialize(f, {"x": Meta(["n", 5])})(torch.randn(9, 5))
-    assert f"  {fact}  (at {__file__}" in str(caught.value)
+    assert f"  {constraint}  (at {__file__}" in str(caught.value)
     assert f"shape=[{dim}, 5]" in str(caught.value)
 
 

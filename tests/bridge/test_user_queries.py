@@ -59,12 +59,12 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.errors import TsfuncError
 
 found = []
-needs, conditions = Symbols.needs, Symbols.conditions
+constraints, conditions = Symbols.constraints, Symbols.conditions
 
 
 def recorded(self):
-    out = needs(self)
-    found.append([(need.fact, need.by_user) for need in out])
+    out = constraints(self)
+    found.append([(each.text, each.by_user) for each in out])
     return out
 
 
@@ -74,7 +74,7 @@ def conditioned(self, variables):
     return out
 
 
-Symbols.needs, Symbols.conditions = recorded, conditioned
+Symbols.constraints, Symbols.conditions = recorded, conditioned
 
 
 def chooses(x, y):

@@ -53,16 +53,16 @@ ONE: dict[str, tuple[Callable[[int], Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("fact", ONE)
-def test_the_dim_for_which_a_fact_holds(fact: str) -> None:
-    ask, size, dim = ONE[fact]
+@pytest.mark.parametrize("constraint", ONE)
+def test_the_dim_for_which_a_constraint_holds(constraint: str) -> None:
+    ask, size, dim = ONE[constraint]
 
     def f(x: Tensor) -> Tensor:
         return x + 1 if ask(x.shape[0]) else x - 1
 
     described = {"x": Meta(shape=["n", 3], dtype=torch.float32)}
     text, offered = refused(f, described, torch.zeros(size, 3))
-    assert f"  {fact}  (at {__file__}:" in text and "in f; return x + 1 if ask" in text
+    assert f"  {constraint}  (at {__file__}:" in text and "in f; return x + 1 if ask" in text
     assert f"shape=[{dim}, 3]" in text and "dtype=torch.float32" in text
     assert not re.search(r"\b[su]\d+\b", text)
     g = specialize(f, offered)
@@ -192,7 +192,7 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         lambda x: F.layer_norm(x, (2, 3)), {"x": ["a", "b", "c"]}, (r(4, 2, 3),),
         {"x": ["a", 2, 3]},
     ),
-    "a number in several facts": (
+    "a number in several constraints": (
         lambda x, y: torch.native_group_norm(x, y, y, 1, 6, 3, 2, 1e-5),
         {"x": ["a", "b", "c"], "y": ["d"]}, (r(1, 6, 3), r(6)), {"x": ["a", 6, 3], "y": [6]},
     ),
@@ -289,7 +289,7 @@ PROMISES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_an_equal_dim_guarantees_the_facts_of_a_dim(name: str) -> None:
-    """The function relies on the equality, which no recorded fact mentions: it was guaranteed."""
+    """The function relies on the equality, which is guaranteed and therefore not recorded."""
     a, b, guaranteed, sizes, mended = PROMISES[name]
 
     def f(x: Tensor, y: Tensor) -> Tensor:
@@ -713,10 +713,10 @@ def test_proved_facts_about_quotients_hold(
     n, m = symbols("n m", integer=True, positive=True)
     by, least = sympify(divisor, {"n": n, "m": m}), sympify(bound, {"n": n, "m": m})
     quotient = sign * FloorDiv(a * n + b * m + c * n * m + d, by)
-    fact = {"==": Eq, ">=": Ge, ">": Gt}[word](quotient, sign * least)
-    if fact.free_symbols and holds(fact, {"n": Dim("n"), "m": Dim("m")}):
+    constraint = {"==": Eq, ">=": Ge, ">": Gt}[word](quotient, sign * least)
+    if constraint.free_symbols and holds(constraint, {"n": Dim("n"), "m": Dim("m")}):
         for one, other in itertools.product(range(2, 9), repeat=2):
-            assert holds_at(fact, {"n": one, "m": other})
+            assert holds_at(constraint, {"n": one, "m": other})
 
 
 def test_a_tensor_without_a_descriptor_is_named() -> None:

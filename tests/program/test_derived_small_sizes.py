@@ -128,7 +128,7 @@ def test_a_small_size_beside_a_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fact", "expected"),
+    ("constraint", "expected"),
     [
         ("Ne(b*(t - 1), b)", "Ne(t - 1, 1)"),
         ("20*b < 20*b*t", "1 < t"),
@@ -137,9 +137,9 @@ def test_a_small_size_beside_a_factor() -> None:
         ("Ne((b - 5)*t, b - 5)", "Ne((b - 5)*t, b - 5)"),
     ],
 )
-def test_a_common_factor_that_is_positive(fact: str, expected: str) -> None:
+def test_a_common_factor_that_is_positive(constraint: str, expected: str) -> None:
     dims = {"b": Dim("b"), "t": Dim("t")}
-    found, wanted = (sympy.sympify(text) for text in (fact, expected))
+    found, wanted = (sympy.sympify(text) for text in (constraint, expected))
     reduced = without_common_factor(found, dims)
     assert reduced.func == wanted.func
     assert sympy.expand(reduced.lhs - wanted.lhs) == sympy.expand(reduced.rhs - wanted.rhs) == 0

@@ -220,8 +220,8 @@ class Program(ProgramData):
             raise MalformedProgramError(
                 f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
             )
-        facts = [each.fact for each in conditions_among(self.trace_guards)]
-        verify(self.graph, self.lifted, self.name, facts)
+        constraints = [each.constraint for each in conditions_among(self.trace_guards)]
+        verify(self.graph, self.lifted, self.name, constraints)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :func:`~tsfunc.load` reads: this program, and the calls it serves.

@@ -3,7 +3,7 @@
 The descriptor of a function's parameter is a type. The modules, in the order of their imports:
 
     sizes            expressions over named sizes, and their normal form
-    size_facts       conditions on named sizes as text, and their code as guards
+    size_constraints conditions on named sizes as text, and their code as guards
     dims             the sizes in a shape: numbers, names with bounds, expressions
     size_matching    comparison of the sizes of two types, whose names hold across a type
     meta             MetaTensorType: the metadata of a tensor, its order and joins

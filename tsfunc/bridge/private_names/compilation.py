@@ -93,7 +93,7 @@ def _arguments_of_nodes() -> None:
     """torch._guards.Source torch.fx.experimental._config
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size
     torch._check torch._check_with torch._assert""",
-    use="Named dims are symbols of a ShapeEnv; torch._check states facts about sizes.",
+    use="Named dims are symbols of a ShapeEnv; torch._check states constraints on sizes.",
     stand_in="The algebra of sizes in tsfunc/types, and rules of shapes of this package's own.",
     risk=Risk.MEDIUM,
 )

@@ -1,16 +1,16 @@
-"""Symbolic sizes: their symbols, the facts known about them, and operators' result shapes.
+"""Symbolic sizes: their symbols, the constraints known on them, and operators' result shapes.
 
 Symbols
     - ``symbols``: one symbol for each named dim, number, and size that depends on data
     - ``symbolic_numbers``: symbolic ints and floats, their text and nodes
     - ``expressions``: the edge to sympy
     - ``shape_environment``: torch's ShapeEnv, with the user's lines
-Facts
-    - ``bounds``: facts that hold for all sizes of the dims
-    - ``remainders``: facts about quotients and remainders
+Constraints
+    - ``bounds``: constraints that hold for all sizes of the dims
+    - ``remainders``: constraints on quotients and remainders
     - ``equalities``: sizes that an operator requires to be equal
-    - ``assumed_facts``: facts given as text
-    - ``scoped_facts``: facts of one part of a trace
+    - ``assumed_constraints``: constraints given as text
+    - ``scoped_constraints``: constraints of one part of a trace
 Results of operators
     - ``fake_results``: the results of a call on fake tensors
     - ``fake_mode``: calls of fixed sizes, without FakeTensorMode

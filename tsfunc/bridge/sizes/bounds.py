@@ -1,4 +1,4 @@
-"""Decides facts about expressions in the names of dims, for all sizes that the dims allow.
+"""Decides constraints on expressions in the names of dims, for all sizes that the dims allow.
 
 torch's modules of size expressions import sympy, which takes half a second, so they are imported at
 the first use.
@@ -25,40 +25,42 @@ def smallest(dim: Dim) -> int:
     return max(2, dim.min or 0)
 
 
-def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """True if a fact provably holds for all sizes that the dims allow.
+def holds(constraint: Any, dims: Mapping[str, Dim]) -> bool:
+    """True if a constraint provably holds for all sizes that the dims allow.
 
     If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
     that the dims guarantee, the bounds of both sides of a comparison, or the remainders of the
     sizes.
     """
-    names = sorted(str(symbol) for symbol in fact.free_symbols)
+    names = sorted(str(symbol) for symbol in constraint.free_symbols)
     ranges = [_few_sizes(dims[name]) for name in names]
     every: list[Sequence[int]] = [sizes for sizes in ranges if sizes is not None]
     if len(every) == len(names) and math.prod(map(len, every)) <= _MOST_COMBINATIONS:
         combinations = itertools.product(*every)
-        return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
-    if is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims):
+        return all(
+            holds_at(constraint, dict(zip(names, each, strict=True))) for each in combinations
+        )
+    if is_true(in_steps(constraint, dims)) or _holds_by_bounds(constraint, dims):
         return True
     steps = {name: (smallest(dims[name]), dims[name].multiple_of or 1) for name in names}
-    return holds_by_remainders(fact, steps)
+    return holds_by_remainders(constraint, steps)
 
 
-def with_least_minima(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
-    """Return the dims that need a larger minimum, with the least for which a fact holds, or None.
+def with_least_minima(constraint: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
+    """Return the dims with the least larger minimum for which a constraint holds, or None.
 
-    None means that the fact holds for no minimum below 64.
+    None means that the constraint holds for no minimum below 64.
     """
     for low in range(2, _LARGEST_LEAST_SIZE):
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
         larger = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
-        if holds(fact, larger):
+        if holds(constraint, larger):
             return {name: dim for name, dim in larger.items() if (dims[name].min or 2) < low}
     return None
 
 
-def without_common_factor(fact: Any, dims: Mapping[str, Dim]) -> Any:
+def without_common_factor(constraint: Any, dims: Mapping[str, Dim]) -> Any:
     """Divide both sides of a comparison by a common factor: ``b*t != b`` is ``t != 1``.
 
     The factor is positive for all sizes that the dims allow.
@@ -66,32 +68,32 @@ def without_common_factor(fact: Any, dims: Mapping[str, Dim]) -> Any:
     from sympy import cancel, gcd
     from sympy.core.relational import Relational
 
-    if not isinstance(fact, Relational) or 0 in (fact.lhs, fact.rhs):
-        return fact
-    factor = gcd(fact.lhs, fact.rhs)
+    if not isinstance(constraint, Relational) or 0 in (constraint.lhs, constraint.rhs):
+        return constraint
+    factor = gcd(constraint.lhs, constraint.rhs)
     if lower_bound(factor, dims) <= 0:
-        return fact
-    return fact.func(cancel(fact.lhs / factor), cancel(fact.rhs / factor))
+        return constraint
+    return constraint.func(cancel(constraint.lhs / factor), cancel(constraint.rhs / factor))
 
 
-def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
-    return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
+def holds_at(constraint: Any, sizes: Mapping[str, int]) -> bool:
+    return bool(constraint.subs({symbol: sizes[str(symbol)] for symbol in constraint.free_symbols}))
 
 
 def dim_constraints(dim: Dim) -> list[Any]:
-    """Return the facts that a dim guarantees about its size."""
+    """Return the constraints that a dim guarantees about its size."""
     from sympy import Eq, Ge, Le, Or, Symbol
     from torch.utils._sympy.functions import Mod
 
     size = Symbol(dim.name)
     if dim.one_of is not None:
         return [Or(*(Eq(size, number) for number in dim.one_of))]
-    facts = [] if dim.min is None else [Ge(size, dim.min)]
+    constraints = [] if dim.min is None else [Ge(size, dim.min)]
     if dim.max is not None:
-        facts.append(Le(size, dim.max))
+        constraints.append(Le(size, dim.max))
     if dim.multiple_of is not None:
-        facts.append(Eq(Mod(size, dim.multiple_of), 0))
-    return facts
+        constraints.append(Eq(Mod(size, dim.multiple_of), 0))
+    return constraints
 
 
 def _few_sizes(dim: Dim) -> Sequence[int] | None:
@@ -102,9 +104,9 @@ def _few_sizes(dim: Dim) -> Sequence[int] | None:
     return [size for size in range(low, dim.max + 1) if dim.admits(size)]
 
 
-def is_true(fact: Any) -> bool:
-    """True if a fact has simplified to true."""
-    return bool(fact == True)  # noqa: E712 - sympy has a true of its own
+def is_true(constraint: Any) -> bool:
+    """True if a constraint has simplified to true."""
+    return bool(constraint == True)  # noqa: E712 - sympy has a true of its own
 
 
 def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
@@ -153,60 +155,61 @@ def lower_bound(expr: Any, dims: Mapping[str, Dim]) -> float:
         return -math.inf
 
 
-def has_maximum(fact: Any) -> bool:
-    """True if a fact contains a maximum of sizes."""
+def has_maximum(constraint: Any) -> bool:
+    """True if a constraint contains a maximum of sizes."""
     from torch.utils._sympy.functions import Max
 
-    return bool(fact.has(Max))
+    return bool(constraint.has(Max))
 
 
-def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
+def _holds_by_bounds(constraint: Any, dims: Mapping[str, Dim]) -> bool:
     from sympy import Eq, Ge, Gt, Ne, expand
 
-    fact = _without_choices(fact, dims)
-    products = _without_quotient(fact, dims)
+    constraint = _without_choices(constraint, dims)
+    products = _without_quotient(constraint, dims)
     if products:
         return all(_holds_by_bounds(each, dims) for each in products)
-    match fact:
+    match constraint:
         case Eq():
-            return bool(expand(fact.lhs - fact.rhs) == 0)
+            return bool(expand(constraint.lhs - constraint.rhs) == 0)
         case Ne():
-            difference = fact.lhs - fact.rhs
+            difference = constraint.lhs - constraint.rhs
             return lower_bound(difference, dims) > 0 or lower_bound(-difference, dims) > 0
         case Gt() | Ge():
-            return lower_bound(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
+            return lower_bound(constraint.lhs - constraint.rhs, dims) >= isinstance(constraint, Gt)
         case _:
-            return is_true(fact)
+            return is_true(constraint)
 
 
-def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
-    """Rewrite a fact with one quotient as facts with products: ``p // q >= k`` as ``p >= k * q``.
+def _without_quotient(constraint: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
+    """Rewrite a constraint with one quotient in products: ``p // q >= k`` as ``p >= k * q``.
 
-    The result is empty if the fact has no or several quotients, or if the divisor may be below 1.
+    The result is empty if the constraint has no or several quotients, or if the divisor may be
+    below 1.
     """
     from sympy import Eq, Ge, Gt, expand
     from torch.utils._sympy.functions import FloorDiv
 
-    quotients = fact.atoms(FloorDiv)
-    if len(quotients) != 1 or not isinstance(fact, Eq | Ge | Gt):
+    quotients = constraint.atoms(FloorDiv)
+    if len(quotients) != 1 or not isinstance(constraint, Eq | Ge | Gt):
         return []
     (quotient,) = quotients
-    difference = expand(fact.lhs - fact.rhs)
+    difference = expand(constraint.lhs - constraint.rhs)
     sign = difference.coeff(quotient)
     bound = expand(difference - sign * quotient) * -sign
     dividend, divisor = quotient.args
     if sign not in (1, -1) or bound.has(FloorDiv) or lower_bound(divisor, dims) < 1:
         return []
-    strictly = int(isinstance(fact, Gt))
+    strictly = int(isinstance(constraint, Gt))
     from_below = Ge(expand(dividend - (bound + strictly) * divisor), 0)
     from_above = Gt(expand((bound + 1 - strictly) * divisor - dividend), 0)
-    if isinstance(fact, Eq):
+    if isinstance(constraint, Eq):
         return [from_below, from_above]
     return [from_below if sign == 1 else from_above]
 
 
-def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
-    """Resolve each maximum and minimum in a fact whose largest or smallest size is known."""
+def _without_choices(constraint: Any, dims: Mapping[str, Dim]) -> Any:
+    """Resolve each maximum and minimum in a constraint whose largest or smallest size is known."""
     from torch.utils._sympy.functions import Max, Min
 
     def largest_of(*sizes: Any) -> Any:
@@ -216,8 +219,8 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
         rest = [-size for size in sizes]
         return next((size for size in sizes if _is_largest(-size, rest, dims)), Min(*sizes))
 
-    simpler = fact.replace(Min, smallest_of).replace(Max, largest_of)
-    return simpler if simpler == fact else _without_choices(simpler, dims)
+    simpler = constraint.replace(Min, smallest_of).replace(Max, largest_of)
+    return simpler if simpler == constraint else _without_choices(simpler, dims)
 
 
 def period_of(expr: Any) -> int | None:
@@ -246,17 +249,17 @@ def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool
     return all(one == other or lower_bound(one - other, dims) >= 0 for other in sizes)
 
 
-def choices(fact: Any) -> Iterator[Any]:
-    """Yield a fact with each maximum and minimum replaced by one of its sizes, in all ways."""
+def choices(constraint: Any) -> Iterator[Any]:
+    """Yield a constraint with each maximum and minimum replaced by each of its sizes."""
     from torch.utils._sympy.functions import Max, Min
 
-    inner = [atom for atom in fact.atoms(Min, Max) if not _has_choice(atom.args)]
+    inner = [atom for atom in constraint.atoms(Min, Max) if not _has_choice(atom.args)]
     if not inner:
-        yield fact
+        yield constraint
         return
     first = min(inner, key=str)
     for size in sorted(first.args, key=str):
-        yield from choices(fact.xreplace({first: size}))
+        yield from choices(constraint.xreplace({first: size}))
 
 
 def _has_choice(sizes: Sequence[Any]) -> bool:

@@ -27,7 +27,7 @@ Nothing is cached for
 - arguments that their metadata does not fully describe: a tensor that is not strided or has a
   constant value, a generator;
 - sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
-  facts about them may hold only in a part of the trace;
+  constraints on them may hold only in a part of the trace;
 - results that are not tensors, or whose metadata or storage a new tensor cannot have.
 
 The storage offset of an argument is not part of the metadata, and the offset of a view is stored

@@ -1,10 +1,10 @@
-"""Proves facts about quotients and remainders of sizes.
+"""Proves constraints on quotients and remainders of sizes.
 
-NOTE [facts from remainders]
+NOTE [constraints from remainders]
 If a size has a fixed remainder modulo a period, then ``+``, ``-``, ``*``, and ``//`` and ``%`` by
 numbers, make it a polynomial in the quotient: for ``h == 4 * q + 1``, ``(h + -h % 4) // 4`` is ``q
-+ 1``. A fact therefore holds for all sizes if it holds for each remainder, and the coefficients of
-a polynomial in nonnegative numbers can prove a fact for one remainder.
++ 1``. A constraint therefore holds for all sizes if it holds for each remainder, and the
+coefficients of a polynomial in nonnegative numbers can prove a constraint for one remainder.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tsfunc.types.sizes import SizeSum
 _MOST = 256  # combinations of remainders that are tried
 
 
-def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool:
-    """True if a comparison provably holds for all sizes: NOTE [facts from remainders].
+def holds_by_remainders(constraint: Any, sizes: Mapping[str, tuple[int, int]]) -> bool:
+    """True if a comparison provably holds for all sizes: NOTE [constraints from remainders].
 
     Args:
-        fact: a sympy relation between named dims.
+        constraint: a sympy relation between named dims.
         sizes: for each name the least size, and the step between sizes.
     """
     from sympy import Eq, Ge, Gt, Le, Lt, Ne
 
-    if not isinstance(fact, Eq | Ne | Ge | Gt | Le | Lt):
+    if not isinstance(constraint, Eq | Ne | Ge | Gt | Le | Lt):
         return False
-    if isinstance(fact, Le | Lt):
-        fact = fact.reversed
-    names = {symbol: str(symbol) for symbol in fact.free_symbols}
-    forms = [form_of_expr(side, names) for side in (fact.lhs, fact.rhs)]
+    if isinstance(constraint, Le | Lt):
+        constraint = constraint.reversed
+    names = {symbol: str(symbol) for symbol in constraint.free_symbols}
+    forms = [form_of_expr(side, names) for side in (constraint.lhs, constraint.rhs)]
     if None in forms:
         return False
     left, right = map(SizeSum.of_form, forms)
@@ -45,13 +45,13 @@ def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool
         polynomial = difference.substitute(known)
         if any(polynomial.operations()):
             return None
-        match fact:
+        match constraint:
             case Eq():
                 return not polynomial.terms
             case Ne():
                 return polynomial.least({}) >= 1 or (-polynomial).least({}) >= 1
             case _:
-                return polynomial.least({}) >= isinstance(fact, Gt)
+                return polynomial.least({}) >= isinstance(constraint, Gt)
 
     for periods in _periods(difference):
         holding = list(map(holds, _by_remainders(periods, sizes)))

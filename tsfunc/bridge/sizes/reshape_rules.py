@@ -73,9 +73,9 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
     return filled
 
 
-def _holds(fact: Any) -> bool:
-    """True if a fact holds; unless it is known to hold, this adds a guard."""
-    return known(fact) or bool(fact)
+def _holds(constraint: Any) -> bool:
+    """True if a constraint holds; unless it is known to hold, this adds a guard."""
+    return known(constraint) or bool(constraint)
 
 
 def _is_in_order(x: Any) -> bool:

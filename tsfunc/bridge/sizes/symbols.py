@@ -5,7 +5,7 @@ half a second, so this file imports them when a symbol is first made.
 
 NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
-branches as in the call. The conditions on the symbol that were tested (:meth:`Symbols.needs`)
+branches as in the call. The conditions on the symbol that were tested (:meth:`Symbols.constraints`)
 determine whether another size would take another branch. Operators treat sizes 0 and 1 specially,
 so another hint replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
 
@@ -16,8 +16,8 @@ Conditions on the symbol can't be evaluated; assertions (``torch._check``, and o
 their arguments) become calls of :func:`check_size` in the program.
 
 A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and its
-assertions are checked in the body. The asserted facts therefore hold only there, and the code
-around the body can't rely on them (``scoped_facts``).
+assertions are checked in the body. The asserted constraints therefore hold only there, and the code
+around the body can't rely on them (``scoped_constraints``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch.fx
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
-from tsfunc.bridge.sizes.scoped_facts import scoped_facts
+from tsfunc.bridge.sizes.scoped_constraints import scoped_constraints
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.symbolic_numbers import divided
 from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
@@ -51,19 +51,19 @@ _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069
 
 
 @dataclass(frozen=True)
-class Need:
-    """A fact about named dims that a trace relies on, and the line that needs it.
+class Constraint:
+    """A constraint on named dims that a trace relies on, and the line that it comes from.
 
     Attributes:
-        fact: the fact as Python code.
-        expr: the fact as an expression in symbols with the names of the dims.
+        text: the constraint as Python code.
+        expr: the constraint as an expression in symbols with the names of the dims.
         location: the user's line.
-        by_user: True if the user's code tests the fact or gets a number of results that depends on
-            it; False if torch or this package tests it for another reason.
-        reason: why this package needs it, and the remedy; empty for other facts.
+        by_user: True if the user's code tests the constraint or gets a number of results that
+            depends on it; False if torch or this package tests it for another reason.
+        reason: why this package relies on it, and the remedy; empty for other constraints.
     """
 
-    fact: str
+    text: str
     expr: Any
     location: Location
     by_user: bool
@@ -71,14 +71,14 @@ class Need:
 
 
 class Condition(NamedTuple):
-    """A condition of a trace on numbers among the arguments.
+    """A constraint on numbers among the arguments, which a guard of the program checks.
 
     Attributes:
         code: the Python code of the guard.
         text: the text for people, in the user's names.
         dims: the named dims in the condition.
-        fact: the condition in the names of dims and numbers, as files store it
-            (``types/size_facts.py``).
+        constraint: the condition in the names of dims and numbers, as files store it
+            (``types/size_constraints.py``).
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.
@@ -88,21 +88,21 @@ class Condition(NamedTuple):
     code: str
     text: str
     dims: tuple[str, ...] = ()
-    fact: str = ""
+    constraint: str = ""
     fixed: str = ""
     number: str | None = None
     of_closure: bool = False
 
 
 def check_size(holds: bool, text: str) -> None:
-    """Assert a fact about sizes that depend on data; programs call this function.
+    """Assert a constraint on sizes that depend on data; programs call this function.
 
     Args:
-        holds: True if the fact holds.
+        holds: True if the constraint holds.
         text: the text of the error.
 
     Raises:
-        FailedCheckError: the fact does not hold.
+        FailedCheckError: the constraint does not hold.
     """
     if isinstance(holds, torch.SymBool):  # in a trace of the program
         torch._check(holds, lambda: text)
@@ -116,7 +116,7 @@ class Symbols:
     Args:
         sizes: the size of each dim in the call, if there is one.
         scalars: numbers among the arguments that stay symbolic, by name. Questions about them
-            become conditions of the program instead of needs.
+            become conditions of the program.
         read_as_numbers: the names of those whose texts, in the user's code, are texts of numbers.
 
     Attributes:
@@ -247,7 +247,7 @@ class Symbols:
                 node.meta["number"] = number
 
     def assert_in_program(self, expr: Any, location: Location) -> None:
-        """Let the program check a fact when it runs."""
+        """Let the program check a constraint when it runs."""
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
             return  # the trace has ended, or the symbols are not part of the program
@@ -269,7 +269,7 @@ class Symbols:
         """
         self._bodies.append((graph, number))
         try:
-            with scoped_facts(self._env):
+            with scoped_constraints(self._env):
                 yield
         finally:
             self._bodies.pop()
@@ -292,13 +292,13 @@ class Symbols:
             return None
         return self.computed_value(self._node(expr))
 
-    def needs(self) -> list[Need]:
-        """Return the facts about named dims that the trace relies on."""
+    def constraints(self) -> list[Constraint]:
+        """Return the constraints on named dims that the trace relies on."""
         if self._env is None:
             return []
         names = self._as_dims()
         return [
-            Need(
+            Constraint(
                 self.spell(exact(guard.expr)),
                 exact(guard.expr).xreplace(names),
                 location,
@@ -315,8 +315,8 @@ class Symbols:
         """Return the conditions on numbers among the arguments, and the checks.
 
         A failed check of sizes (NOTE [checks of arguments] in ``dispatch/user_checks``) raises in
-        the function itself, so the check is a condition of the program instead of a need of the
-        descriptors.
+        the function itself, so the check is a condition of the program, and the descriptors need
+        not guarantee it.
 
         Args:
             variables: the variables of the guard, by the names of dims and numbers.
@@ -391,8 +391,8 @@ class Symbols:
             symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps.get(symbol, 1)})")
             for symbol, name in self._names.items()
         }
-        facts = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
-        text = " and ".join(f"({fact})" for fact in facts)
+        constraints = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
+        text = " and ".join(f"({constraint})" for constraint in constraints)
         return eval(f"lambda sizes: {text}", {"math": math})
 
     def _dims_in(self, expr: Any) -> set[str]:

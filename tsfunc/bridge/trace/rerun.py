@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tsfunc.bridge.sizes.assumed_facts import assume
+from tsfunc.bridge.sizes.assumed_constraints import assume
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.tracers import torch_state
@@ -29,11 +29,11 @@ class FakeRerun:
         known = isinstance(example, FakeTensor)
         self._mode = example.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
 
-    def assume(self, facts: Sequence[str]) -> None:
-        """Assume facts about named dims, and about numbers among the arguments."""
+    def assume(self, constraints: Sequence[str]) -> None:
+        """Assume constraints on named dims, and about numbers among the arguments."""
         env: Any = self._mode.shape_env
-        if facts and env is not None:
-            assume(facts, {**env.symbols.sizes, **env.symbols.scalars})
+        if constraints and env is not None:
+            assume(constraints, {**env.symbols.sizes, **env.symbols.scalars})
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a fake input with the metadata of another fake tensor."""

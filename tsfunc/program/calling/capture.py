@@ -60,7 +60,7 @@ from tsfunc.program.closure.side_effects import (
     check_texts,
     rewrite_size_error,
 )
-from tsfunc.program.dims.constraints import check_needs
+from tsfunc.program.dims.constraints import check_constraints
 from tsfunc.program.graphs.codegen import generate, generated_name
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
@@ -417,9 +417,9 @@ class _Trace:
             run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
-        needs = symbols.needs()
-        larger_minima = {} if not needs else check_needs(
-            request.name, needs, request.named_dims, sizes_of_call(request.inputs),
+        constraints = symbols.constraints()
+        larger_minima = {} if not constraints else check_constraints(
+            request.name, constraints, request.named_dims, sizes_of_call(request.inputs),
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)

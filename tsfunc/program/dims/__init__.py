@@ -1,1 +1,1 @@
-"""The facts about named dims that a trace relies on, and descriptors that guarantee them."""
+"""The constraints on named dims that a trace relies on, and descriptors that guarantee them."""

@@ -1,4 +1,4 @@
-"""The facts about named dims that a trace relies on, checked against the descriptors.
+"""The constraints on named dims that a trace relies on, checked against the descriptors.
 
 NOTE [small sizes]
 Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1]). This includes
@@ -6,11 +6,11 @@ sizes that are computed from named dims, such as the size ``h - 2`` that a convo
 ``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
 sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for
 the other sizes: its named dims have a minimum size of their own. A call with a smaller size has a
-program in which that size is a number. A test in the function's own code remains a fact that the
-descriptors must guarantee.
+program in which that size is a number. A test in the function's own code remains a constraint that
+the descriptors must guarantee.
 
-A fact must hold for every size that the descriptors allow. If it does not, the error shows the
-user's line that relies on it, and the descriptors for which it would hold.
+A constraint must hold for every size that the descriptors allow. If it does not, the error shows
+the user's line that relies on it, and the descriptors for which it would hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_least_minima, without_common_factor
 from tsfunc.bridge.sizes.expressions import python_text
-from tsfunc.bridge.sizes.symbols import Need
+from tsfunc.bridge.sizes.symbols import Constraint
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
@@ -34,47 +34,47 @@ from tsfunc.user_code import source_line
 
 
 def larger_minima(
-    needs: Sequence[Need], dims: Mapping[str, Dim]
-) -> tuple[dict[str, Dim], list[Need]]:
-    """Return larger minima for named dims that satisfy the needs about small sizes.
+    constraints: Sequence[Constraint], dims: Mapping[str, Dim]
+) -> tuple[dict[str, Dim], list[Constraint]]:
+    """Return larger minima for named dims that satisfy the constraints on small sizes.
 
     Args:
-        needs: the facts that a trace relies on, beyond those that the dims guarantee.
+        constraints: those that a trace relies on and the dims do not guarantee.
 
     Returns:
-        The dims with a new minimum, and the needs that no minimum satisfies.
+        The dims with a new minimum, and the constraints that no minimum satisfies.
     """
     larger: dict[str, Dim] = {}
     rest = []
-    for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
-        fact = need.expr if need.by_user else without_common_factor(need.expr, dims)
-        names = sorted(str(symbol) for symbol in fact.free_symbols)
+    for each in sorted(constraints, key=lambda each: len(each.expr.free_symbols)):
+        expr = each.expr if each.by_user else without_common_factor(each.expr, dims)
+        names = sorted(str(symbol) for symbol in expr.free_symbols)
         about = {name: larger.get(name, dims[name]) for name in names}
-        dims_of_need = (
-            with_least_minima(fact, about)
-            if not need.by_user and _is_about_small_size(fact)
+        bounded = (
+            with_least_minima(expr, about)
+            if not each.by_user and _is_about_small_size(expr)
             else None
         )
-        if dims_of_need is None:
-            rest.append(need)
+        if bounded is None:
+            rest.append(each)
         else:
-            larger.update(dims_of_need)
+            larger.update(bounded)
     return larger, rest
 
 
-def names_in_own_needs(needs: Sequence[Need]) -> frozenset[str]:
-    """Return the named dims for which torch, or this package, relies on an unguaranteed fact."""
-    symbols = [need.expr.free_symbols for need in needs if not need.by_user]
+def names_in_own_constraints(constraints: Sequence[Constraint]) -> frozenset[str]:
+    """Return the named dims in constraints that torch, or this package, relies on."""
+    symbols = [each.expr.free_symbols for each in constraints if not each.by_user]
     return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
-def _is_about_small_size(fact: Any) -> bool:
-    """True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
+def _is_about_small_size(constraint: Any) -> bool:
+    """True if a constraint compares a size with 0 or 1, or contains a maximum of sizes."""
     from sympy.core.relational import Relational
 
-    if not isinstance(fact, Relational):
+    if not isinstance(constraint, Relational):
         return False
-    return has_maximum(fact) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
+    return has_maximum(constraint) or not {0, 1}.isdisjoint((constraint.lhs, constraint.rhs))
 
 
 # --- rewrites of lines that convert a named dim to a Python number, so that it stays symbolic
@@ -119,9 +119,9 @@ def suggested_rewrites(lines: Iterable[str]) -> str:
 # --- the check
 
 
-def check_needs(
+def check_constraints(
     name: str,
-    needs: Sequence[Need],
+    constraints: Sequence[Constraint],
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
@@ -140,82 +140,80 @@ def check_needs(
         ConstraintViolation: the trace relies on more than the descriptors guarantee.
         Retrace: the same, but it may apply to the sizes of the call alone.
     """
-    failing_conditions = [
-        need for each in needs for need in _parts(each) if not holds(need.expr, dims)
-    ]
-    if not failing_conditions:
+    unmet = [part for each in constraints for part in _parts(each) if not holds(part.expr, dims)]
+    if not unmet:
         return {}
-    failing_conditions = [_of_call(need, sizes) for need in failing_conditions]
-    larger, rest = larger_minima(failing_conditions, dims)
+    unmet = [_of_call(each, sizes) for each in unmet]
+    larger, rest = larger_minima(unmet, dims)
     if not rest:
         return larger
     refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
-    own_names = names_in_own_needs(rest)
+    own_names = names_in_own_constraints(rest)
     if own_names and not assumptions.other_hints:
         raise Retrace(assumptions.moved(other_hints=own_names, refusal=refusal))
     raise refusal
 
 
-def _parts(need: Need) -> Sequence[Need]:
-    """Return the needs whose conjunction a need is."""
+def _parts(constraint: Constraint) -> Sequence[Constraint]:
+    """Return the constraints whose conjunction a constraint is."""
     from sympy import And
 
-    parts = sorted(And.make_args(need.expr), key=str)
+    parts = sorted(And.make_args(constraint.expr), key=str)
     if len(parts) == 1:
-        return [need]
-    return [dataclasses.replace(need, fact=python_text(part), expr=part) for part in parts]
+        return [constraint]
+    return [dataclasses.replace(constraint, text=python_text(part), expr=part) for part in parts]
 
 
-def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:
-    """Return a need that fixes a number, with the number of the call.
+def _of_call(constraint: Constraint, sizes: Mapping[str, int]) -> Constraint:
+    """Return a constraint that fixes a number, with the number of the call.
 
     The trace has another size as a hint for a size of 0 or 1, so its number differs.
     """
     from sympy import Eq
 
-    names = {str(symbol): symbol for symbol in need.expr.free_symbols}
+    names = {str(symbol): symbol for symbol in constraint.expr.free_symbols}
     small = {symbol: sizes[name] for name, symbol in names.items() if sizes.get(name, 2) < 2}
-    if not small or not isinstance(need.expr, Eq) or not need.expr.rhs.is_number:
-        return need
-    value = need.expr.lhs.subs({symbol: sizes[name] for name, symbol in names.items()})
-    expr = Eq(need.expr.lhs, value, evaluate=False)
-    return dataclasses.replace(need, fact=python_text(expr), expr=expr)
+    if not small or not isinstance(constraint.expr, Eq) or not constraint.expr.rhs.is_number:
+        return constraint
+    value = constraint.expr.lhs.subs({symbol: sizes[name] for name, symbol in names.items()})
+    expr = Eq(constraint.expr.lhs, value, evaluate=False)
+    return dataclasses.replace(constraint, text=python_text(expr), expr=expr)
 
 
 def _refusal(
     name: str,
-    failing_conditions: Sequence[Need],
+    unmet: Sequence[Constraint],
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
     undescribed_shapes: Mapping[str, Sequence[int]],
 ) -> ConstraintViolation:
     lines = "".join(
-        f"  {need.fact}  (at {need.location}{source_line(need.location, '; ')})\n"
-        for need in dict.fromkeys(failing_conditions)
+        f"  {each.text}  (at {each.location}{source_line(each.location, '; ')})\n"
+        for each in dict.fromkeys(unmet)
     )
-    suggested = suggested_dims(failing_conditions, dims, sizes)
+    suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function needs more than they guarantee:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_undescribed(failing_conditions, undescribed_shapes)}"
-        f"{_rewritten(failing_conditions)}{_reasons(failing_conditions)}",
+        f"{_undescribed(unmet, undescribed_shapes)}"
+        f"{_rewritten(unmet)}{_reasons(unmet)}",
         suggested,
     )
 
 
 def _undescribed(
-    failing_conditions: Sequence[Need], undescribed_shapes: Mapping[str, Sequence[int]]
+    unmet: Sequence[Constraint], undescribed_shapes: Mapping[str, Sequence[int]]
 ) -> str:
     """Return the advice to describe tensors whose sizes a named dim is compared with."""
     from sympy import Eq
 
-    facts = [need.expr for need in failing_conditions if isinstance(need.expr, Eq)]
+    equalities = [each.expr for each in unmet if isinstance(each.expr, Eq)]
     numbers = {
         int(number): str(symbol)
-        for fact in facts
-        for symbol, number in ((fact.lhs, fact.rhs), (fact.rhs, fact.lhs))
+        for each in equalities
+        for symbol, number in ((each.lhs, each.rhs), (each.rhs, each.lhs))
         if symbol.is_Symbol and number.is_Integer
     }
     lines = [
@@ -229,16 +227,12 @@ def _undescribed(
     return "".join(lines[:3])
 
 
-def _reasons(failing_conditions: Sequence[Need]) -> str:
+def _reasons(unmet: Sequence[Constraint]) -> str:
     return "".join(
-        f"\n{reason}"
-        for reason in dict.fromkeys(need.reason for need in failing_conditions)
-        if reason
+        f"\n{reason}" for reason in dict.fromkeys(each.reason for each in unmet) if reason
     )
 
 
-def _rewritten(failing_conditions: Sequence[Need]) -> str:
-    text = suggested_rewrites(
-        dict.fromkeys(source_line(need.location) for need in failing_conditions)
-    )
+def _rewritten(unmet: Sequence[Constraint]) -> str:
+    text = suggested_rewrites(dict.fromkeys(source_line(each.location) for each in unmet))
     return f"\n{text}" if text else ""

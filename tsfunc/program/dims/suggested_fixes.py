@@ -1,4 +1,4 @@
-"""Descriptors that satisfy the facts that a trace relies on, for errors."""
+"""Descriptors that satisfy the constraints that a trace relies on, for errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tsfunc.bridge.sizes.bounds import (
     with_least_minima,
 )
 from tsfunc.bridge.sizes.expressions import divisions, moduli, python_text
-from tsfunc.bridge.sizes.symbols import Need
+from tsfunc.bridge.sizes.symbols import Constraint
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.descriptor_sets import with_dims
 from tsfunc.types.dims import DimSpec
 from tsfunc.types.grammar import Descriptor
 
-# --- descriptions of one named dim for which a fact holds: bounds, or an expression of other dims
+# --- descriptions of one named dim for which a constraint holds: bounds, or an expression of other
+# dims
 
 
 _MANY = 4096  # maximum number of sizes that are tried one by one
@@ -48,113 +49,128 @@ class Solution:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
-    """Return a dim for which a fact about it alone holds, and which admits the size of the call.
+def bounded(constraint: Any, dim: Dim, size: int) -> Dim | int | None:
+    """Return a dim for which a constraint on it alone holds, and which admits the size of the call.
 
-    If the size of the call does not satisfy the fact, a size that does replaces it.
+    If the size of the call does not satisfy the constraint, a size that does replaces it.
 
     Returns:
-        The dim, or the size that the fact fixes it to; None if no description was found.
+        The dim, or the size that the constraint fixes it to; None if no description was found.
     """
     from sympy import Eq, Ne
 
-    if isinstance(fact, Eq) and not moduli(fact) and size < 2 and holds_at(fact, {dim.name: size}):
+    if (
+        isinstance(constraint, Eq)
+        and not moduli(constraint)
+        and size < 2
+        and holds_at(constraint, {dim.name: size})
+    ):
         return size
-    if not (dim.admits(size) and size >= 2 and holds_at(fact, {dim.name: size})):
+    if not (dim.admits(size) and size >= 2 and holds_at(constraint, {dim.name: size})):
         size = next(
-            (n for n in range(2, _MANY) if dim.admits(n) and holds_at(fact, {dim.name: n})), 0
+            (n for n in range(2, _MANY) if dim.admits(n) and holds_at(constraint, {dim.name: n})), 0
         )
         if not size:
             return None
-    for candidate in _candidates(fact, dim, size, Eq, Ne):
+    for candidate in _candidates(constraint, dim, size, Eq, Ne):
         try:
             suggested = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
         except DescriptorError:
             continue
         if isinstance(suggested, int):
             return suggested
-        if suggested.admits(size) and _seems_guaranteed(fact, suggested):
-            return _shown(fact, suggested, size)
+        if suggested.admits(size) and _seems_guaranteed(constraint, suggested):
+            return _shown(constraint, suggested, size)
     return None
 
 
-def _shown(fact: Any, dim: Dim, size: int) -> Dim:
-    """Return the dim; if its bounds do not imply the fact, bounded to sizes that can be tried."""
-    if holds(fact, {dim.name: dim}):
+def _shown(constraint: Any, dim: Dim, size: int) -> Dim:
+    """Return the dim, bounded to sizes that can be tried if its bounds do not suffice."""
+    if holds(constraint, {dim.name: dim}):
         return dim
     few = dim.meet(Dim(dim.name, max=smallest(dim) + _MANY - 1))
-    return few if few.admits(size) and holds(fact, {dim.name: few}) else dim
+    return few if few.admits(size) and holds(constraint, {dim.name: few}) else dim
 
 
-def _seems_guaranteed(fact: Any, dim: Dim) -> bool:
-    """True if a fact holds for the sizes that a dim allows, as far as trials show."""
-    if holds(fact, {dim.name: dim}):
+def _seems_guaranteed(constraint: Any, dim: Dim) -> bool:
+    """True if a constraint holds for the sizes that a dim allows, as far as trials show."""
+    if holds(constraint, {dim.name: dim}):
         return True
     step = dim.multiple_of or 1
     low = smallest(dim)
     low += -low % step
     most = _MOST if dim.max is None else dim.max
     tried = {*range(low, min(low + 64 * step, most + 1), step), most - most % step}
-    return all(holds_at(fact, {dim.name: n}) for n in tried if dim.admits(n))
+    return all(holds_at(constraint, {dim.name: n}) for n in tried if dim.admits(n))
 
 
-def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
+def _candidates(constraint: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
     from sympy import Integer, Or
 
     name = dim.name
 
     def at(n: int) -> bool:
-        return holds_at(fact, {name: n})
+        return holds_at(constraint, {name: n})
 
-    if isinstance(fact, eq) or moduli(fact):
-        yield from [Dim(name, multiple_of=step) for step in _steps(fact) if size % step == 0]
-    if isinstance(fact, eq) and not at(size + 1) and not at(size - 1) and not moduli(fact):
+    if isinstance(constraint, eq) or moduli(constraint):
+        yield from [Dim(name, multiple_of=step) for step in _steps(constraint) if size % step == 0]
+    if (
+        isinstance(constraint, eq)
+        and not at(size + 1)
+        and not at(size - 1)
+        and not moduli(constraint)
+    ):
         yield size
-    if isinstance(fact, Or):  # a broadcast with a number: the size is 1 or the number
-        numbers = [int(number) for number in fact.atoms(Integer) if number >= 0]
+    if isinstance(constraint, Or):  # a broadcast with a number: the size is 1 or the number
+        numbers = [int(number) for number in constraint.atoms(Integer) if number >= 0]
         yield Dim(name, one_of=tuple(n for n in {*numbers, size} if at(n)))
     low = _boundary(at, size, 2)
     high = _boundary(at, size, _MOST)
     yield Dim(name, min=low if low > 2 else None, max=high if high < _MOST else None)
-    if isinstance(fact, ne):
+    if isinstance(constraint, ne):
         yield Dim(name, min=size)
         yield Dim(name, max=size)
     yield size
 
 
-def _steps(fact: Any) -> list[int]:
+def _steps(constraint: Any) -> list[int]:
     """Return the numbers that a size may have to be a multiple of, the smallest first."""
     from sympy.core.relational import Relational
 
-    period = period_of(fact.lhs - fact.rhs) if isinstance(fact, Relational) else None
+    period = (
+        period_of(constraint.lhs - constraint.rhs) if isinstance(constraint, Relational) else None
+    )
     if period is None or period > _MANY:
-        return moduli(fact)
+        return moduli(constraint)
     return [step for step in range(2, period + 1) if period % step == 0]
 
 
 def stepped(
-    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+    constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Sequence[Dim] | None:
     """Return several dims as multiples of their divisors: ``h`` and ``w`` in patches of 4.
 
     Returns:
-        The dims; None if the fact does not hold for them, or they do not admit the call's sizes.
+        The dims; None if the constraint does not hold for them, or they do not admit the call's
+        sizes.
     """
     stepped_dims = {name: dims[name] for name in names}
-    for name, step in divisions(fact):
+    for name, step in divisions(constraint):
         try:
             stepped_dims[name] = stepped_dims[name].meet(Dim(name, multiple_of=step))
         except DescriptorError:
             return None
     fits = all(dim.admits(sizes[name]) for name, dim in stepped_dims.items())
-    return list(stepped_dims.values()) if fits and holds(fact, stepped_dims) else None
+    return list(stepped_dims.values()) if fits and holds(constraint, stepped_dims) else None
 
 
-def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> Solution | None:
+def leaving_remainder(
+    constraint: Any, dim: Dim, size: int, taken: Container[str]
+) -> Solution | None:
     """Return a dim as an expression with its remainder in the call: ``2 * extra + 1``.
 
     Args:
-        fact: a fact about this dim alone.
+        constraint: a constraint on this dim alone.
 
     Returns:
         The solution, or None if there is none.
@@ -162,9 +178,9 @@ def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> 
     from sympy import Symbol
 
     extra = next(name for name in _extra_names() if name not in taken)
-    for step in _steps(fact):
+    for step in _steps(constraint):
         value = step * Symbol(extra) + size % step
-        said = fact.xreplace(dict.fromkeys(fact.free_symbols, value))
+        said = constraint.xreplace(dict.fromkeys(constraint.free_symbols, value))
         if size % step and holds(said, {extra: Dim(extra)}):
             return Solution(dim.name, value, [Dim(extra)], {extra: size // step})
     return None
@@ -188,19 +204,21 @@ def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
 
 
 def equated(
-    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+    constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
     """Return one of several dims as an expression of the others, if an equality implies it."""
     from sympy import Eq, Symbol
 
-    for case in choices(fact) if isinstance(fact, Eq) else ():
+    for case in choices(constraint) if isinstance(constraint, Eq) else ():
         if not holds_at(case, sizes):
             continue
         for name in reversed(names):
             value = _solved_for(case, name)
             if value is None or not holds_at(Eq(Symbol(name), value), sizes):
                 continue
-            rest = fact.xreplace({s: value for s in fact.free_symbols if str(s) == name})
+            rest = constraint.xreplace(
+                {s: value for s in constraint.free_symbols if str(s) == name}
+            )
             if holds(rest, dims):
                 return Solution(name, value)
             others = [str(symbol) for symbol in rest.free_symbols]
@@ -212,12 +230,12 @@ def equated(
 
 
 def ordered(
-    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+    constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
     """Return one of several dims as a lower bound plus a new dim: ``b + extra`` for ``a >= b``."""
     from sympy import Symbol
 
-    surplus = _surplus(fact, sizes)
+    surplus = _surplus(constraint, sizes)
     if surplus is None or not holds_at(surplus >= 0, sizes):
         return None
     extra = next(name for name in _extra_names() if name not in {*dims, *sizes})
@@ -251,33 +269,35 @@ def _with_larger_minima(
     return larger.values()
 
 
-def _surplus(fact: Any, sizes: Mapping[str, int]) -> Any:
-    """Return a polynomial that is not negative if a fact holds; None for facts of other kinds."""
+def _surplus(constraint: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a polynomial that is not negative if an inequality holds; else None."""
     from sympy import Ge, Gt, Le, Lt, Ne, expand
 
-    if not isinstance(fact, Ge | Gt | Le | Lt | Ne):
+    if not isinstance(constraint, Ge | Gt | Le | Lt | Ne):
         return None
-    difference = expand(fact.lhs - fact.rhs)
+    difference = expand(constraint.lhs - constraint.rhs)
     if not difference.is_polynomial(*difference.free_symbols):
         return None
-    if isinstance(fact, Le | Lt) or (isinstance(fact, Ne) and not holds_at(difference > 0, sizes)):
+    if isinstance(constraint, Le | Lt) or (
+        isinstance(constraint, Ne) and not holds_at(difference > 0, sizes)
+    ):
         difference = -difference
-    return difference if isinstance(fact, Ge | Le) else difference - 1
+    return difference if isinstance(constraint, Ge | Le) else difference - 1
 
 
 def _extra_names() -> Iterator[str]:
     return itertools.chain(["extra"], (f"extra{i}" for i in itertools.count(2)))
 
 
-def _solved_for(fact: Any, name: str) -> Any:
+def _solved_for(constraint: Any, name: str) -> Any:
     """Return the value of a dim from an equality; None if a descriptor can't express it."""
     from sympy import Symbol, solve
 
-    symbols = {str(symbol): symbol for symbol in fact.free_symbols}
+    symbols = {str(symbol): symbol for symbol in constraint.free_symbols}
     if name not in symbols:
         return None
     free = Symbol(name)
-    difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
+    difference = (constraint.lhs - constraint.rhs).xreplace({symbols[name]: free})
     solutions = solve(difference, free) if difference.is_polynomial(free) else []
     return solutions[0] if len(solutions) == 1 and as_dim_spec(solutions[0]) is not None else None
 
@@ -293,11 +313,11 @@ def as_dim_spec(value: Any) -> DimSpec:
         return None
 
 
-# --- descriptors that guarantee the facts about named dims that a trace relies on
+# --- descriptors that guarantee the constraints on named dims that a trace relies on
 
 
 def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
-    """Return the descriptors for which the facts hold, as Python code."""
+    """Return the descriptors for which the constraints hold, as Python code."""
     items = ", ".join(
         f"{parameter!r}: {with_dims(descriptor, suggested).as_python()}"
         for parameter, descriptor in described.items()
@@ -313,35 +333,39 @@ def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Desc
 
 
 def suggested_dims(
-    needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+    unmet: Sequence[Constraint], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
-    """Return for each dim in the needs a dim that guarantees them; None: the dim is left open."""
-    facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
+    """Return a dim that guarantees the constraints for each dim in them; None leaves it open."""
+    constraints = sorted(dict.fromkeys(each.expr for each in unmet), key=_rank)
     for with_new in (True, False):
         suggestion = _Suggestion(dims, sizes, with_new)
-        for fact in [fact for fact in facts if not suggestion.satisfy(fact)]:
-            suggestion.satisfy_or_open(fact)  # more dims are known by now
-        suggestion.open_beside_open(facts)
+        for constraint in [
+            constraint for constraint in constraints if not suggestion.satisfy(constraint)
+        ]:
+            suggestion.satisfy_or_open(constraint)  # more dims are known by now
+        suggestion.open_beside_open(constraints)
         if suggestion.is_expressible():
             break
     return suggestion.result()
 
 
-def _rank(fact: Any) -> int:
-    """Return the order of a fact: dims that are numbers first, then equalities between dims.
+def _rank(constraint: Any) -> int:
+    """Return the order of a constraint: dims that are numbers first, then equalities between dims.
 
     Bounds of one dim come next, and inequalities between dims last.
     """
     from sympy import Eq
 
-    if len(fact.free_symbols) > 1:
-        return 1 if isinstance(fact, Eq) else 3
-    is_number = isinstance(fact, Eq) and (fact.lhs.is_Symbol or fact.rhs.is_Symbol)
+    if len(constraint.free_symbols) > 1:
+        return 1 if isinstance(constraint, Eq) else 3
+    is_number = isinstance(constraint, Eq) and (
+        constraint.lhs.is_Symbol or constraint.rhs.is_Symbol
+    )
     return 0 if is_number else 2
 
 
 class _Suggestion:
-    """The changes of dims that make facts hold, one fact after the other."""
+    """The changes of dims that make constraints hold, one constraint after the other."""
 
     def __init__(self, dims: Mapping[str, Dim], sizes: Mapping[str, int], with_new: bool) -> None:
         self.given, self.with_new = dims, with_new  # with_new: whether new names are allowed
@@ -350,13 +374,13 @@ class _Suggestion:
         self.solved: dict[str, Any] = {}  # dims that are expressions of others, or fixed
         self.opened: set[str] = set()
 
-    def satisfy_or_open(self, fact: Any) -> None:
-        """Make a fact hold, or leave its dims open."""
-        if not self.satisfy(fact):
-            self.opened.update(map(str, self._in_terms_of_others(fact).free_symbols))
+    def satisfy_or_open(self, constraint: Any) -> None:
+        """Make a constraint hold, or leave its dims open."""
+        if not self.satisfy(constraint):
+            self.opened.update(map(str, self._in_terms_of_others(constraint).free_symbols))
 
-    def open_beside_open(self, facts: Sequence[Any]) -> None:
-        """Open the dims that facts tie to open dims, since their relation differs for each size."""
+    def open_beside_open(self, constraints: Sequence[Any]) -> None:
+        """Open the dims that constraints tie to open dims: their relation differs by size."""
         before = -1
         while len(self.opened) != before:
             before = len(self.opened)
@@ -364,26 +388,28 @@ class _Suggestion:
                 if not self.opened.isdisjoint(map(str, value.free_symbols)):
                     self.opened.add(name)
             dims = {name: Dim(name) if name in self.opened else d for name, d in self.dims.items()}
-            for fact in facts:
-                names = set(map(str, fact.free_symbols))
-                if not self.opened.isdisjoint(names) and not holds(fact, dims):
+            for constraint in constraints:
+                names = set(map(str, constraint.free_symbols))
+                if not self.opened.isdisjoint(names) and not holds(constraint, dims):
                     self.opened |= names
 
-    def satisfy(self, fact: Any) -> bool:
-        """Make a fact hold; return False if descriptors can't express it."""
-        fact = self._in_terms_of_others(fact)
-        names = sorted((str(symbol) for symbol in fact.free_symbols), key=list(self.dims).index)
-        if not self.opened.isdisjoint(names) or holds(fact, self.dims):
+    def satisfy(self, constraint: Any) -> bool:
+        """Make a constraint hold; return False if descriptors can't express it."""
+        constraint = self._in_terms_of_others(constraint)
+        names = sorted(
+            (str(symbol) for symbol in constraint.free_symbols), key=list(self.dims).index
+        )
+        if not self.opened.isdisjoint(names) or holds(constraint, self.dims):
             return True
         if len(names) == 1:
-            return self._satisfy_by_bounds(fact, names[0])
-        solution = equated(fact, names, self.dims, self.sizes)
-        steps = None if solution is not None else stepped(fact, names, self.dims, self.sizes)
+            return self._satisfy_by_bounds(constraint, names[0])
+        solution = equated(constraint, names, self.dims, self.sizes)
+        steps = None if solution is not None else stepped(constraint, names, self.dims, self.sizes)
         if steps is not None:
             self._bound(*steps)
             return True
         if solution is None and self.with_new:
-            solution = ordered(fact, names, self.dims, self.sizes)
+            solution = ordered(constraint, names, self.dims, self.sizes)
         return solution is not None and self._satisfy_by_solution(solution)
 
     def _satisfy_by_solution(self, solution: Solution) -> bool:
@@ -392,13 +418,13 @@ class _Suggestion:
         self.sizes.update(solution.sizes)
         self._solve(solution.name, solution.value)
         own = dim_constraints(self.dims[solution.name])
-        for fact in (*self._is_size(solution.value), *own):
-            if not self.satisfy(fact) and not self._satisfy_above_call(fact):
-                self.satisfy_or_open(fact)
+        for constraint in (*self._is_size(solution.value), *own):
+            if not self.satisfy(constraint) and not self._satisfy_above_call(constraint):
+                self.satisfy_or_open(constraint)
         return True
 
     def _is_size(self, value: Any) -> list[Any]:
-        """Return the facts that make an expression a valid size.
+        """Return the constraints that make an expression a valid size.
 
         The expression must not be negative. If raising the minima of its dims can't guarantee
         this, its minimum is the size in the call, up to 2: NOTE [small sizes] covers the
@@ -407,37 +433,37 @@ class _Suggestion:
         from sympy import Ge
 
         names = [str(symbol) for symbol in value.free_symbols]
-        size, fact = (
+        size, constraint = (
             int(value.subs({name: self.sizes.get(name, 0) for name in names})),
             Ge(value, 0),
         )
-        if with_least_minima(fact, {name: self.dims[name] for name in names}) is None:
+        if with_least_minima(constraint, {name: self.dims[name] for name in names}) is None:
             return [Ge(value, min(size, 2))]
-        return [fact]
+        return [constraint]
 
-    def _satisfy_above_call(self, fact: Any) -> bool:
-        """Make a fact hold by the sizes of the call as minima; return False if they do not."""
-        fact = self._in_terms_of_others(fact)
-        about = {str(symbol): self.dims[str(symbol)] for symbol in fact.free_symbols}
+    def _satisfy_above_call(self, constraint: Any) -> bool:
+        """Make a constraint hold by the call's sizes as minima; return False if it does not."""
+        constraint = self._in_terms_of_others(constraint)
+        about = {str(symbol): self.dims[str(symbol)] for symbol in constraint.free_symbols}
         larger = {
             name: dataclasses.replace(dim, min=max(dim.min or 0, self.sizes.get(name, 0)))
             for name, dim in about.items()
         }
-        if not holds(fact, larger):
+        if not holds(constraint, larger):
             return False
         self._bound(*larger.values())
         return True
 
-    def _satisfy_by_bounds(self, fact: Any, name: str) -> bool:
+    def _satisfy_by_bounds(self, constraint: Any, name: str) -> bool:
         from sympy import Integer
 
         dim, size = self.dims[name], self.sizes.get(name, 0)
-        suggested = bounded(fact, dim, size)
+        suggested = bounded(constraint, dim, size)
         is_range = isinstance(suggested, Dim) and (
             suggested.max is None or suggested.max == dim.max
         )
         if self.with_new and not is_range:
-            solution = leaving_remainder(fact, dim, size, {*self.dims, *self.sizes})
+            solution = leaving_remainder(constraint, dim, size, {*self.dims, *self.sizes})
             if solution is not None:
                 return self._satisfy_by_solution(solution)
         if (

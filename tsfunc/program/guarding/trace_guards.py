@@ -26,7 +26,7 @@ from tsfunc.program.fields import Field
 from tsfunc.program.guarding.guards import variable_of_size, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
 from tsfunc.types import Dim
-from tsfunc.types.size_facts import fact_code
+from tsfunc.types.size_constraints import constraint_code
 
 
 class DescribedArguments(NamedTuple):
@@ -97,7 +97,7 @@ class ConditionHolds(TraceGuard):
 
     def is_storable(self, names: Collection[str]) -> bool:
         try:
-            fact_code(self.condition.fact, {name: name for name in names})
+            constraint_code(self.condition.constraint, {name: name for name in names})
         except DescriptorError:
             return False
         return True
@@ -106,18 +106,18 @@ class ConditionHolds(TraceGuard):
         condition = self.condition
         if not condition.dims:
             return None
-        return ConditionHolds(condition._replace(fact=condition.fixed))
+        return ConditionHolds(condition._replace(constraint=condition.fixed))
 
     def to_json(self) -> str:
-        return self.condition.fact
+        return self.condition.constraint
 
     @classmethod
     def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
         text, named_dims = field.line(), described.named_dims
         variables = variables_of(named_dims, described.scalars)
         try:
-            code = fact_code(text, variables)
-            shown = fact_code(text, {name: name for name in variables})
+            code = constraint_code(text, variables)
+            shown = constraint_code(text, {name: name for name in variables})
         except DescriptorError as error:
             field.fail(str(error))
         return cls(Condition(code, shown, tuple(named_dims), text))

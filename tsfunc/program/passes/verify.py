@@ -24,7 +24,10 @@ from tsfunc.ops.catalogue.signature import Argument
 
 
 def verify(
-    graph: torch.fx.Graph, lifted: Collection[str] | None, label: str, facts: Sequence[str] = ()
+    graph: torch.fx.Graph,
+    lifted: Collection[str] | None,
+    label: str,
+    constraints: Sequence[str] = (),
 ) -> None:
     """Verify a graph, and the graphs of the control-flow bodies in it.
 
@@ -32,8 +35,8 @@ def verify(
         graph: a traced graph, whose nodes have fake values.
         lifted: the names that ``get_attr`` nodes may have; None: any.
         label: the name of the graph in errors.
-        facts: facts about the named dims that hold in every call. The symbols of a trace have
-            these facts already; those of a graph from a file do not.
+        constraints: constraints on the named dims that hold in every call. The symbols of a trace
+            have these constraints already; those of a graph from a file do not.
 
     Raises:
         MalformedProgramError: the graph is malformed; the message names the value.
@@ -41,11 +44,11 @@ def verify(
     check = _Check(graph, lifted, label)
     check.definitions()
     check.kinds()
-    check.results(facts)
+    check.results(constraints)
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             for body in node.target.bodies:
-                verify(body.graph, (), f"{label}, {node.name}, {body.name}", facts)
+                verify(body.graph, (), f"{label}, {node.name}, {body.name}", constraints)
 
 
 class _Check:
@@ -105,11 +108,11 @@ class _Check:
                 if argument.required and argument.name not in there:
                     self._fail(node, f"{op.name}: expected an argument {argument.name}, got none.")
 
-    def results(self, facts: Sequence[str]) -> None:
+    def results(self, constraints: Sequence[str]) -> None:
         """Check that each operator, run on fake tensors, returns results as in the metadata."""
         tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         rerun = FakeRerun(tensors[0] if tensors else None)
-        rerun.assume(facts)
+        rerun.assume(constraints)
         values: dict[torch.fx.Node, Any] = {}
         unknown: set[torch.fx.Node] = set()
         for node in self.nodes:

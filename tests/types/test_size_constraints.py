@@ -1,4 +1,4 @@
-"""Facts about sizes as text: accepted and refused texts."""
+"""Constraints on sizes as text: accepted and refused texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.size_facts import fact_code
+from tsfunc.types.size_constraints import constraint_code
 
 NAMES = {"n": "size_n", "m": "size_m"}
 
@@ -27,7 +27,7 @@ NAMES = {"n": "size_n", "m": "size_m"}
 )
 @given(n=st.integers(2, 50), m=st.integers(2, 50))
 def test_it_has_the_documented_meaning(text: str, n: int, m: int) -> None:
-    code = fact_code(text, NAMES)
+    code = constraint_code(text, NAMES)
     here = eval(text, {"math": math, "n": n, "m": m})
     assert eval(code, {"math": math, "size_n": n, "size_m": m}) == here
 
@@ -68,4 +68,4 @@ def test_it_has_the_documented_meaning(text: str, n: int, m: int) -> None:
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(DescriptorError):
-        fact_code(text, NAMES)
+        constraint_code(text, NAMES)

@@ -1,4 +1,4 @@
-"""Facts about named sizes as text: the conditions in a file, and their code as guards."""
+"""Constraints on named sizes as text: the conditions in a file, and their code as guards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tsfunc.errors import DescriptorError
 from tsfunc.types.sizes import HIGHEST_POWER
 
-_LONGEST_FACT = 2000  # characters
+_LONGEST = 2000  # characters
 _LARGEST_NUMBER = 1 << 63
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -20,10 +20,10 @@ _FUNCTIONS = frozenset({
 })  # fmt: skip
 
 
-def fact_code(text: str, variables: Mapping[str, str]) -> str:
-    """Return a fact about named sizes as Python code that needs ``math`` in its scope.
+def constraint_code(text: str, variables: Mapping[str, str]) -> str:
+    """Return a constraint on named sizes as Python code that needs ``math`` in its scope.
 
-    A file stores the conditions of a program on named sizes as such facts.
+    A file stores the conditions of a program on named sizes as such constraints.
 
     Args:
         text: comparisons joined by ``and``, ``or`` and ``not``. They compare sums, products,
@@ -32,18 +32,19 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
         variables: name to its variable in the code.
 
     Raises:
-        DescriptorError: the text is not such a fact, or has a name that is not in ``variables``.
+        DescriptorError: the text is not such a constraint, or has a name that is not in
+        ``variables``.
 
     Example:
-        >>> fact_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})
+        >>> constraint_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})
         'size_n % 2 == 0 and size_n > size_m'
     """
-    if len(text) > _LONGEST_FACT:
+    if len(text) > _LONGEST:
         raise DescriptorError(
-            f"expected a condition of at most {_LONGEST_FACT} characters, got {text[:20]!r}..."
+            f"expected a condition of at most {_LONGEST} characters, got {text[:20]!r}..."
         )
     try:
-        return ast.unparse(_fact(ast.parse(text, mode="eval").body, variables))
+        return ast.unparse(_constraint(ast.parse(text, mode="eval").body, variables))
     except DescriptorError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -52,12 +53,12 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
         ) from None
 
 
-def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
+def _constraint(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
     match node:
         case ast.BoolOp(op=op, values=values):
-            return ast.BoolOp(op, [_fact(value, variables) for value in values])
+            return ast.BoolOp(op, [_constraint(value, variables) for value in values])
         case ast.UnaryOp(op=ast.Not() as op, operand=operand):
-            return ast.UnaryOp(op, _fact(operand, variables))
+            return ast.UnaryOp(op, _constraint(operand, variables))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
             return ast.Compare(_number(left, variables), [op], [_number(right, variables)])
         case _:

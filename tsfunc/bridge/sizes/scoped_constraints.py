@@ -1,9 +1,9 @@
-"""Facts about symbolic numbers that hold only in one part of a trace.
+"""Constraints on symbolic numbers that hold only in one part of a trace.
 
 ``torch._check(n > 3)`` in a branch is checked only if that branch is taken. Code outside of the
-branch must not rely on the fact: the condition ``n > 3`` is still unknown there.
+branch must not rely on the constraint: the condition ``n > 3`` is still unknown there.
 
-ShapeEnv has tables of facts by symbol (``var_to_range``, ``replacements``,
+ShapeEnv has tables of constraints by symbol (``var_to_range``, ``replacements``,
 ``deferred_runtime_asserts``, ``size_like``) and by expression (``axioms``, ``divisible``); its
 version counters invalidate its caches.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 
 @contextmanager
-def scoped_facts(env: Any) -> Iterator[None]:
-    """Forget the facts asserted in a block after it, except those about symbols made in the block.
+def scoped_constraints(env: Any) -> Iterator[None]:
+    """Forget the constraints asserted in a block after it, except on symbols made in it.
 
     Args:
         env: the environment of the symbols, or None if there is none yet.
@@ -28,7 +28,9 @@ def scoped_facts(env: Any) -> Iterator[None]:
     symbols, count = frozenset(env.var_to_range), env.num_deferred_runtime_asserts
     tables = env.var_to_range, env.replacements, env.deferred_runtime_asserts
     before = [dict(table) for table in tables]
-    asserted = {symbol: list(facts) for symbol, facts in env.deferred_runtime_asserts.items()}
+    asserted = {
+        symbol: list(constraints) for symbol, constraints in env.deferred_runtime_asserts.items()
+    }
     axioms, divisible, size_like = dict(env.axioms), set(env.divisible), set(env.size_like)
     try:
         yield

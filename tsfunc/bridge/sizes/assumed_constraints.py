@@ -1,6 +1,7 @@
-"""Assumes facts about named sizes, given as text, in the environment of their symbols.
+"""Assumes constraints on named sizes, given as text, in the environment of their symbols.
 
-A trace adds facts to its environment as guards. The environment of a program that was read from a
+A trace adds constraints to its environment as guards. The environment of a program that was read
+from a
 file has no guards: this module adds those of the file before results are computed.
 """
 
@@ -24,36 +25,36 @@ _LARGEST_POWER = 8
 
 
 class _NotASize(Exception):
-    """A fact that cannot be added to the environment."""
+    """A constraint that cannot be added to the environment."""
 
 
-def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
-    """Assume facts about symbols.
+def assume(constraints: Sequence[str], sizes: Mapping[str, Any]) -> None:
+    """Assume constraints on symbols.
 
     Args:
-        facts: comparisons of sizes, joined by ``and``, ``or`` and ``not``. A fact is ignored if it
-            is too large to evaluate quickly, or contains numbers other than integers.
+        constraints: comparisons of sizes, joined by ``and``, ``or`` and ``not``. A constraint is
+            ignored if it is too large to evaluate quickly, or contains numbers other than integers.
         sizes: the symbolic sizes, and numbers, by name.
     """
-    for fact in facts:
+    for constraint in constraints:
         try:
-            holds = _fact(ast.parse(fact, mode="eval").body, sizes)
+            holds = _constraint(ast.parse(constraint, mode="eval").body, sizes)
         except (_NotASize, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError):
             continue
         if isinstance(holds, torch.SymBool) and holds.node.hint:
             bool(holds)  # the environment relies on a condition that was true
 
 
-def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
+def _constraint(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     match node:
         case ast.BoolOp(op=op, values=[first, *others]):
             join = operator.and_ if isinstance(op, ast.And) else operator.or_
-            joined = _fact(first, sizes)
+            joined = _constraint(first, sizes)
             for each in others:
-                joined = join(joined, _fact(each, sizes))
+                joined = join(joined, _constraint(each, sizes))
             return joined
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return torch.sym_not(_fact(operand, sizes))
+            return torch.sym_not(_constraint(operand, sizes))
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _COMPARISONS[type(op)](_size(left, sizes), _size(right, sizes))
         case _:
