@@ -19,6 +19,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.closure import closure_guards
 from tsfunc.program.closure.closure_guards import (
     IN_DICT,
+    AnyClosureNumber,
     ClosureGuards,
     Distinct,
     EqualValue,
@@ -27,7 +28,6 @@ from tsfunc.program.closure.closure_guards import (
     Missing,
     NotOneOf,
     NumberCondition,
-    NumberInput,
     ResultIs,
     SameContents,
     SameObject,
@@ -87,7 +87,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((TensorInput(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
         (
-            NumberInput(FIRST, "number_0", int, 3, lambda k: k < 9),
+            AnyClosureNumber(FIRST, "number_0", int, 3, lambda k: k < 9),
             NumberCondition("number_0 > 2", "k > 2"),
         ),
         [[3], [8]], [[2], [9], [3.0]],

@@ -129,7 +129,7 @@ class HiddenVmaps:
         return known[1]
 
 
-class NumberInputs:
+class NumberNodes:
     """The symbolic numbers of a graph that is a part of another one, as nodes.
 
     Numbers from outside are inputs, whose names start with ``n``.
@@ -187,7 +187,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         hidden: the vmaps that the body does not see.
     """
 
-    sizes: NumberInputs
+    sizes: NumberNodes
     __slots__ = ("around", "hidden", "inputs", "outer_state", "parent", "taken")
 
     def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
@@ -203,7 +203,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         self._kernel_states = {}
         self.taken: dict[int, tuple[Any, Any]] = {}
         self.inputs: list[torch.Tensor] = []
-        self.sizes = NumberInputs(self, parent.sizes)
+        self.sizes = NumberNodes(self, parent.sizes)
 
     @property
     def alive(self) -> bool:  # type: ignore[override]

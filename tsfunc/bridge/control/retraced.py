@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.bodies import NumberInputs
+from tsfunc.bridge.control.bodies import NumberNodes
 from tsfunc.bridge.control.control_flow import Body, NoTorchOperator
 from tsfunc.bridge.control.traced_bodies import in_graph_order, inputs_first
 from tsfunc.bridge.sizes.symbols import Symbols
@@ -52,7 +52,7 @@ def retraced(
     with torch_state.outside_all_transforms(), outside_modes():
         level = TraceLevel(name, symbols)
         level.for_torch = True
-        numbers = level.sizes = NumberInputs(level, outside)
+        numbers = level.sizes = NumberNodes(level, outside)
         symbols.record_in(level.graph, {})
         try:
             with (

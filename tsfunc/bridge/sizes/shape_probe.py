@@ -92,9 +92,9 @@ class ShapeProbe:
         hints = self.hints
         yield hints
         # Numbers among the arguments may be small or negative, unlike sizes.
-        scalars = [s for s in self.symbols if float(self.env.var_to_range[s].lower) < 2]
-        for value in (-1, 0, 1) if scalars else ():
-            yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
+        numbers = [s for s in self.symbols if float(self.env.var_to_range[s].lower) < 2]
+        for value in (-1, 0, 1) if numbers else ():
+            yield self._bounded({**hints, **dict.fromkeys(numbers, value)})
         drawn = random.Random(0)
         for factor in (2, 3):
             yield self._bounded({s: factor * hint for s, hint in hints.items()})
@@ -103,7 +103,7 @@ class ShapeProbe:
         for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
             low = 2 if spread > 8 else None
             yield self._bounded({
-                s: _number(hint + drawn.randrange(-spread, spread)) if s in scalars
+                s: _number(hint + drawn.randrange(-spread, spread)) if s in numbers
                 else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
                 for s, hint in hints.items()
             })  # fmt: skip

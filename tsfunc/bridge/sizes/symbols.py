@@ -115,14 +115,14 @@ class Symbols:
 
     Args:
         sizes: the size of each dim in the call, if there is one.
-        scalars: numbers among the arguments that stay symbolic, by name. Questions about them
+        numbers: numbers among the arguments that stay symbolic, by name. Questions about them
             become conditions of the program.
         read_as_numbers: the names of those whose texts, in the user's code, are texts of numbers.
 
     Attributes:
         fake: the mode that computes results.
         sizes: the symbolic size of each named dim.
-        scalars: the symbolic numbers among the arguments.
+        numbers: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
         computed_value: returns the value of a node that computes a number, if the trace can know
             it.
@@ -132,13 +132,13 @@ class Symbols:
         self,
         dims: Mapping[str, Dim],
         sizes: Mapping[str, int] = MappingProxyType({}),
-        scalars: Mapping[str, int | float] = MappingProxyType({}),
+        numbers: Mapping[str, int | float] = MappingProxyType({}),
         read_as_numbers: Collection[str] = (),
     ) -> None:
         self.fake = LazyFakeMode()
         self.sizes: dict[str, Any] = {}
-        self.scalars: dict[str, Any] = {}
-        self._values = dict(scalars)
+        self.numbers: dict[str, Any] = {}
+        self._values = dict(numbers)
         self._read_as_numbers = frozenset(read_as_numbers)
         self._read: dict[str, str] = {}
         self._names: dict[Any, str] = {}
@@ -151,14 +151,14 @@ class Symbols:
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
-        if dims or scalars:
+        if dims or numbers:
             self._make_symbols()
         for i, (name, dim) in enumerate(dims.items()):
             hint = _hint(dim, sizes.get(name, 0), i)
             # Without a hint, only the size of the call is allowed.
             self.sizes[name] = self._size(name, dim, hint) if hint else dim.max
-        for name, value in scalars.items():
-            self.scalars[name] = self._scalar(name, value)
+        for name, value in numbers.items():
+            self.numbers[name] = self._number_symbol(name, value)
 
     def _make_symbols(self) -> None:
         self._env = environment_class()(self)
@@ -190,14 +190,14 @@ class Symbols:
         if self._env is None:
             self._make_symbols()
         self._values[name], self._read[name] = value, variable
-        self.scalars[name] = self._scalar(name, value)
-        return self.scalars[name]
+        self.numbers[name] = self._number_symbol(name, value)
+        return self.numbers[name]
 
     def add_input(self, name: str, node: torch.fx.Node) -> None:
         """Register the node of a number that the function reads during the trace."""
         self._inputs = {**self._inputs, name: node}
 
-    def _scalar(self, name: str, value: int | float) -> Any:
+    def _number_symbol(self, name: str, value: int | float) -> Any:
         """Return a symbolic number without guarantees."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -308,7 +308,7 @@ class Symbols:
             for guard, (location, by_user, is_check) in zip(
                 self._env.guards, self._env.guard_origins, strict=True
             )
-            if not is_check and not self._is_of_scalars(guard.expr)
+            if not is_check and not self._is_of_numbers(guard.expr)
         ]
 
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
@@ -342,7 +342,7 @@ class Symbols:
                 any(self._names.get(symbol) in self._read for symbol in guard.expr.free_symbols),
             )
             for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
-            if check or self._is_of_scalars(guard.expr)
+            if check or self._is_of_numbers(guard.expr)
         ]
         return list(dict.fromkeys(conditions))
 
@@ -353,7 +353,7 @@ class Symbols:
         if not isinstance(expr, Eq) or not any(side.is_number for side in expr.args):
             return None
         return next((self._names[side] for side in expr.args if side.is_Symbol
-                     and self._names.get(side) in self.scalars), None)  # fmt: skip
+                     and self._names.get(side) in self.numbers), None)  # fmt: skip
 
     def reads_as_number(self, number: Any) -> bool:
         """True if a text of a symbolic number must be the text of its value."""
@@ -363,7 +363,7 @@ class Symbols:
     def is_of_inputs(self, number: Any) -> bool:
         """True if a number depends on numbers among the inputs, and on nothing else."""
         symbols = number.node.expr.free_symbols
-        return bool(symbols) and all(self._names.get(each) in self.scalars for each in symbols)
+        return bool(symbols) and all(self._names.get(each) in self.numbers for each in symbols)
 
     def _as_names(self) -> dict[Any, Any]:
         """Return each symbol as an expression in a symbol with its Python name."""
@@ -398,8 +398,8 @@ class Symbols:
     def _dims_in(self, expr: Any) -> set[str]:
         return {self._names.get(symbol, "") for symbol in expr.free_symbols} & self.sizes.keys()
 
-    def _is_of_scalars(self, expr: Any) -> bool:
-        return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
+    def _is_of_numbers(self, expr: Any) -> bool:
+        return any(self._names.get(symbol) in self.numbers for symbol in expr.free_symbols)
 
     def explained(self, error: Exception) -> tuple[str, bool]:
         """Return an error's message in the user's names, and True if it is about unknown data."""

@@ -33,7 +33,7 @@ class FakeRerun:
         """Assume constraints on named dims, and about numbers among the arguments."""
         env: Any = self._mode.shape_env
         if constraints and env is not None:
-            assume(constraints, {**env.symbols.sizes, **env.symbols.scalars})
+            assume(constraints, {**env.symbols.sizes, **env.symbols.numbers})
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a fake input with the metadata of another fake tensor."""

@@ -23,7 +23,7 @@ from tsfunc.program.calling.retrace_reasons import FIRST_CALL, UNSEEN, differenc
 from tsfunc.program.calling.variation import Variation, is_special
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import (
-    InputNumber,
+    ClosureNumber,
     NumberHistory,
     Read,
     is_container,
@@ -52,10 +52,10 @@ from tsfunc.program.guarding.call_spec import (
 )
 from tsfunc.program.guarding.inputs import (
     InputSpec,
-    ScalarSpec,
+    NumberSpec,
     hide_opaque_arguments,
+    number_specs,
     refuse_arrays,
-    scalar_inputs,
     tensor_inputs,
     with_bounds,
     with_fixed_sizes,
@@ -114,7 +114,7 @@ class CacheMiss:
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: NumberHistory = {}
         self.closure_differences: Sequence[Mapping[str, tuple[Any, Any]]] = ()
-        self.closure_inputs: Mapping[str, InputNumber] = {}
+        self.closure_inputs: Mapping[str, ClosureNumber] = {}
         self._compares = False  # True while a program is traced for a comparison
 
     @restoring_thread_state
@@ -135,7 +135,7 @@ class CacheMiss:
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
         self.closure_differences = self._closure_differences(cache)
-        keys = {self.key(inputs, x) for x in (self.scalars(inputs, named_dims), ())}
+        keys = {self.key(inputs, x) for x in (self.numbers(inputs, named_dims), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
         if (
@@ -235,7 +235,7 @@ class CacheMiss:
         entries = [entry for entry in cache.entries if entry.tree == self.tree][:_MOST_COMPARED]
         if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
             entries = [
-                each for each in entries if each.call_spec.named_dims or each.call_spec.scalars
+                each for each in entries if each.call_spec.named_dims or each.call_spec.numbers
             ]
         return [x for x in (each.closure_differences(self.flat) for each in entries) if x]
 
@@ -273,20 +273,20 @@ class CacheMiss:
 
     def _inputs(
         self, assumptions: Assumptions
-    ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], Sequence[ScalarSpec]]:
+    ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], Sequence[NumberSpec]]:
         """Return the tensors among the arguments, the named dims, and the numbers as inputs."""
-        inputs, named_dims, numbers = self.variation.inputs_for(assumptions)
+        inputs, named_dims, varied = self.variation.inputs_for(assumptions)
         if assumptions.fixed:
             sizes = {name: self.sizes[name] for name in assumptions.fixed}
             inputs = [with_fixed_sizes(spec, sizes) for spec in inputs]
             named_dims = {
                 name: dim for name, dim in named_dims.items() if name not in assumptions.fixed
             }
-        scalars = self.scalars(inputs, named_dims, numbers)
+        numbers = self.numbers(inputs, named_dims, varied)
         return (
             inputs,
             named_dims,
-            [x for x in scalars if x.undescribed or assumptions.described_numbers],
+            [x for x in numbers if x.undescribed or assumptions.described_numbers],
         )
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
@@ -300,16 +300,16 @@ class CacheMiss:
             self.arguments,
         )
 
-    def scalars(
+    def numbers(
         self,
         inputs: Sequence[InputSpec],
         named_dims: Mapping[str, Dim],
         undescribed: Collection[int] = (),
-    ) -> Sequence[ScalarSpec]:
+    ) -> Sequence[NumberSpec]:
         """Return the numbers among the arguments that are inputs."""
         if not self.target.takes_numbers:
             return ()
-        return scalar_inputs(
+        return number_specs(
             self.flat, self.argument_paths, self.contract, inputs, named_dims, undescribed
         )
 
@@ -334,29 +334,29 @@ class CacheMiss:
         assumptions: Assumptions,
         inputs: Sequence[InputSpec],
         named_dims: Mapping[str, Dim],
-        scalars: Sequence[ScalarSpec],
+        numbers: Sequence[NumberSpec],
     ) -> TraceRequest:
         described = {} if self.contract is None else self.contract.descriptors
         return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs,
-            named_dims, scalars,
+            named_dims, numbers,
             hide_opaque_arguments(self.func, described, self.parameters, path_expression),
             described, assumptions,
         )  # fmt: skip
 
     def _new_entry(self, assumptions: Assumptions) -> ProgramAndInputs:
         start = time.perf_counter()
-        inputs, named_dims, scalars = self._inputs(assumptions)
+        inputs, named_dims, numbers = self._inputs(assumptions)
         instances = self._instances(assumptions)
-        program = capture(self._request(assumptions, inputs, named_dims, scalars), instances)
-        key = self.key(inputs, scalars)
+        program = capture(self._request(assumptions, inputs, named_dims, numbers), instances)
+        key = self.key(inputs, numbers)
         named_dims = {**named_dims, **program.larger_minima}
         inputs = [with_bounds(spec, program.larger_minima) for spec in inputs]
         call_spec = call_spec_of(
             self.flat, self.tree, inputs, named_dims, self.settings, self.target.sees_keywords,
-            scalars, program.trace_guards,
+            numbers, program.trace_guards,
         )  # fmt: skip
-        guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
+        guards = call_spec.guards(guards_on_arguments(self.flat, inputs, numbers))
         reads = instances.builder.closure_guards
         everything = [*guards, *reads.guards, SettingsAre(self.settings)]
         program = dataclasses.replace(
@@ -382,7 +382,7 @@ class CacheMiss:
             run: Any = Hoisted(program, kept, len(values), self._compiled)
         else:
             compared = self._compares or self._has_unknown_numbers(assumptions)
-            run = self._compiled(program, values, not compared, assumptions, scalars)
+            run = self._compiled(program, values, not compared, assumptions, numbers)
         program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(guards, named_dims, len(self.flat))
         opening = flatten_lines(self.tree, scope, self.target.sees_keywords)
@@ -398,7 +398,7 @@ class CacheMiss:
             self.target.refusal_test(self.contract),
             time.perf_counter() - start,
         )
-        if any(not scalar.undescribed for scalar in scalars) and call_spec.failing_guards(
+        if any(not number.undescribed for number in numbers) and call_spec.failing_guards(
             self.flat, self.sizes
         ):
             # A condition on the number and the sizes in general fails for those of the call.
@@ -412,7 +412,7 @@ class CacheMiss:
         values: Sequence[Any],
         now: bool = True,
         assumptions: Assumptions = Assumptions(),  # noqa: B008  # it is frozen
-        scalars: Sequence[ScalarSpec] = (),
+        numbers: Sequence[NumberSpec] = (),
     ) -> Run:
         """Return a function that runs a program as the user has chosen.
 
@@ -428,20 +428,20 @@ class CacheMiss:
         try:
             return Compiled(program, backend, name, values, now)
         except NumbersRefused as refusal:
-            raise self._with_constants(refusal.names, assumptions, scalars) from None
+            raise self._with_constants(refusal.names, assumptions, numbers) from None
 
     def _with_constants(
-        self, names: Collection[str], assumptions: Assumptions, scalars: Sequence[ScalarSpec]
+        self, names: Collection[str], assumptions: Assumptions, numbers: Sequence[NumberSpec]
     ) -> Retrace:
         """Return the retrace after a backend has refused some numbers as inputs.
 
         Args:
-            scalars: the numbers among the arguments that were inputs.
+            numbers: the numbers among the arguments that were inputs.
         """
         cache = self.variation.cache
         changes: dict[str, Any] = {}
         outside = {text for text, each in self.closure_inputs.items() if each.name in names}
-        refused = [spec for spec in scalars if spec.name in names]
+        refused = [spec for spec in numbers if spec.name in names]
         if outside:
             cache.constants |= outside
             changes["closure_numbers"] = False
@@ -471,7 +471,7 @@ class CacheMiss:
         return other, same_closure_values
 
     def _is_equivalent(
-        self, general: CachedProgram, exact: CachedProgram, outside: Iterable[InputNumber] = ()
+        self, general: CachedProgram, exact: CachedProgram, outside: Iterable[ClosureNumber] = ()
     ) -> bool:
         """True if a program does the same as one in which some of its inputs are fixed.
 
@@ -481,9 +481,9 @@ class CacheMiss:
         """
         values = _ValuesByName(self.sizes)
         values.update({number.name: number.value for number in outside})
-        values.update({spec.name: spec.value for spec in general.call_spec.scalars})
+        values.update({spec.name: spec.value for spec in general.call_spec.numbers})
         values.update({name: any_size(dim) for name, dim in exact.call_spec.named_dims.items()})
-        values.update({x.name: any_number(type(x.value)) for x in exact.call_spec.scalars})
+        values.update({x.name: any_number(type(x.value)) for x in exact.call_spec.numbers})
         for spec, other in zip(general.call_spec.inputs, exact.call_spec.inputs, strict=True):
             for dim, size in zip(spec.dims, other.dims, strict=True):
                 if isinstance(dim, Dim) and isinstance(size, int):
@@ -508,9 +508,9 @@ class CacheMiss:
             program=program.source,
         )
 
-    def key(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
+    def key(self, inputs: Sequence[InputSpec], numbers: Sequence[NumberSpec]) -> Any:
         """Return the part of a call that does not depend on sizes of named dims and on numbers."""
-        guarded = tuple(each.key for each in guards_on_arguments(self.flat, inputs, scalars))
+        guarded = tuple(each.key for each in guards_on_arguments(self.flat, inputs, numbers))
         return self.contract, self.tree, self.key_orders, self.settings, guarded
 
     def name_of(self, position: int) -> str:

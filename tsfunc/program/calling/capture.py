@@ -49,7 +49,7 @@ from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
 from tsfunc.program.closure.closure_guards import NotOneOf, NumberCondition, ResultIs, SameObject
-from tsfunc.program.closure.guard_builder import InputNumber
+from tsfunc.program.closure.guard_builder import ClosureNumber
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import ClosureGradients, Instances
 from tsfunc.program.closure.results import Update, names_in_source, with_placeholders
@@ -64,7 +64,7 @@ from tsfunc.program.dims.constraints import check_constraints
 from tsfunc.program.graphs.codegen import generate, generated_name
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.inputs import Hide, InputSpec, NumberSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.trace_guards import Aliasing, ConditionHolds, Property, TraceGuard
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import literals_of, simplify
@@ -112,10 +112,10 @@ class TraceRequest:
         label: the name of the trace in errors.
         name: the name of the function in the program, and in errors about its descriptors.
         func: the function; it is called with the (args, kwargs) that ``tree`` unflattens to.
-        flat: the flattened arguments; all but tensors and ``scalars`` become constants.
+        flat: the flattened arguments; all but tensors and ``numbers`` become constants.
         inputs: the tensors among them.
         named_dims: the named dims that stay symbolic.
-        scalars: the numbers among the arguments that are inputs.
+        numbers: the numbers among the arguments that are inputs.
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
         assumptions: the other assumptions of the trace.
@@ -128,7 +128,7 @@ class TraceRequest:
     tree: optree.PyTreeSpec
     inputs: Sequence[InputSpec]
     named_dims: Mapping[str, Dim] = field(default_factory=dict)
-    scalars: Sequence[ScalarSpec] = ()
+    numbers: Sequence[NumberSpec] = ()
     hide_any: Hide | None = None
     described: Mapping[str, Descriptor] = field(default_factory=dict)
     assumptions: Assumptions = field(default_factory=Assumptions)
@@ -235,12 +235,12 @@ class _Trace:
         self.request, self.instances = request, instances
         self.assumptions = request.assumptions
         instances.builder.arguments = request.flat
-        numbers = {spec.name: spec.value for spec in request.scalars}
+        numbers = {spec.name: spec.value for spec in request.numbers}
         sizes = sizes_of_call(request.inputs)
         known = {
             name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
         }
-        undescribed = [spec.name for spec in request.scalars if spec.undescribed]
+        undescribed = [spec.name for spec in request.numbers if spec.undescribed]
         self.symbols = Symbols(request.named_dims, known, numbers, undescribed)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
@@ -289,14 +289,14 @@ class _Trace:
             if type(spec.example) is not torch.Tensor:
                 for name in give_members(tracer, type(spec.example)):
                     self._attribute_of(argument, f"__class__.{name}")
-        numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
+        numbers = {spec.name: _number(level, spec, symbols) for spec in request.numbers}
         sizes = _size_nodes(level, request.inputs, tracers, request.named_dims)
         for name, node in sizes.items():
             node.meta["number"] = symbols.sizes[name]
         symbols.record_in(level.graph, {**sizes, **numbers})
         traced = list(request.flat)
-        for scalar in request.scalars:
-            traced[scalar.position] = symbols.scalars[scalar.name]
+        for number in request.numbers:
+            traced[number.position] = symbols.numbers[number.name]
         instances = self.instances
         held = self.assumptions
         instances.compares_identity |= held.compares_identity or held.records_autograd
@@ -328,7 +328,7 @@ class _Trace:
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
-    def _number_read(self, number: InputNumber) -> Any:
+    def _number_read(self, number: ClosureNumber) -> Any:
         """Return the symbol of a closed-over number: NOTE [numbers that vary]."""
         graph = self.level.graph
         symbol = self.symbols.add_number(number.name, number.value, number.variable)
@@ -425,7 +425,7 @@ class _Trace:
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
-        conditions = symbols.conditions(variables_of(request.named_dims, request.scalars))
+        conditions = symbols.conditions(variables_of(request.named_dims, request.numbers))
         self._guard_numbers([each for each in conditions if each.of_closure])
         conditions = [each for each in conditions if not each.of_closure]
         if level.tensor_guards.of_backward:
@@ -479,7 +479,7 @@ class _Trace:
         if frozen:
             check_frozen(request.name, level, closure_positions)
         positions = [spec.position for spec in request.inputs]
-        positions += [spec.position for spec in request.scalars]
+        positions += [spec.position for spec in request.numbers]
         positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
         frozen_values = {
@@ -538,9 +538,9 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     return level.input(spec.name, like, example.requires_grad)
 
 
-def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.Node:
+def _number(level: TraceLevel, spec: NumberSpec, symbols: Symbols) -> torch.fx.Node:
     node = _named(level.graph.placeholder(spec.name), spec.name)
-    node.meta["number"] = symbols.scalars[spec.name]
+    node.meta["number"] = symbols.numbers[spec.name]
     return node
 
 

@@ -51,7 +51,7 @@ def _facts(call_spec: CallSpec, call: CacheMiss, facts: Mapping[str, Any]) -> Ma
     """Return the facts of a program's calls; a fact that may vary is taken from the call."""
     args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
     leaves = list(call_spec.leaves)
-    for spec in call_spec.scalars if call_spec.tree == call.tree else ():
+    for spec in call_spec.numbers if call_spec.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
     own = facts_of_call(

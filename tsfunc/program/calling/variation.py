@@ -46,7 +46,7 @@ from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.guarding.call_spec import ANY
 from tsfunc.program.guarding.guards import Facts
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.single import TSTensor
@@ -280,9 +280,9 @@ class Call(CacheMissFacts, Protocol):
     tree: optree.PyTreeSpec
     contract: CompiledDescriptors | None
 
-    def scalars(
+    def numbers(
         self, inputs: Sequence[InputSpec], named_dims: Mapping[str, Dim]
-    ) -> Sequence[ScalarSpec]: ...
+    ) -> Sequence[NumberSpec]: ...
 
 
 class Variation:
@@ -306,7 +306,7 @@ class Variation:
         names = {i: call.name_of(i) for i in call.argument_paths}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
-        taken = {spec.position for spec in call.scalars(inputs, named_dims)}
+        taken = {spec.position for spec in call.numbers(inputs, named_dims)}
         self.positions = {
             name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken
         }
@@ -376,7 +376,7 @@ class Variation:
         needed = {condition.number for condition in entry.call_spec.conditions}
         return frozenset(
             self.call.name_of(spec.position)
-            for spec in entry.call_spec.scalars
+            for spec in entry.call_spec.numbers
             if spec.undescribed and spec.name in needed
         )
 

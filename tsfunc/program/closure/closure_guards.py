@@ -329,7 +329,7 @@ class TensorInput(SourceGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class NumberInput(SourceGuard):
+class AnyClosureNumber(SourceGuard):
     """A number that is an input of the program: its type, and that a symbol can have the value.
 
     Attributes:

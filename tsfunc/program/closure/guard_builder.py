@@ -62,11 +62,11 @@ import torch
 from tsfunc.bridge.sizes.symbols import can_be_symbol
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.closure_guards import (
+    AnyClosureNumber,
     ClosureGuards,
     EqualValue,
     KeysAre,
     LengthIs,
-    NumberInput,
     SameObject,
     SameObjectAs,
     TypeOf,
@@ -83,7 +83,7 @@ Read = int | float | type
 NumberHistory = Mapping[str, Collection[Read]]
 
 
-class InputNumber(NamedTuple):
+class ClosureNumber(NamedTuple):
     """A number that is an input of a program.
 
     Attributes:
@@ -100,7 +100,7 @@ class InputNumber(NamedTuple):
     position: int
 
 
-class InputNumbers:
+class ClosureNumbers:
     """The numbers of one trace.
 
     Args:
@@ -116,8 +116,8 @@ class InputNumbers:
     def __init__(self, earlier: NumberHistory = MappingProxyType({})) -> None:
         self._earlier = earlier
         self.read: dict[str, Read] = {}
-        self.inputs: dict[str, InputNumber] = {}
-        self.symbol: Callable[[InputNumber], Any] | None = None
+        self.inputs: dict[str, ClosureNumber] = {}
+        self.symbol: Callable[[ClosureNumber], Any] | None = None
         self._symbols: dict[str, Any] = {}
         self._waiting: list[tuple[Any, Any, Callable[[], Any]]] = []
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
@@ -143,10 +143,10 @@ class InputNumbers:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(NumberInput(source, variable, type(value), value, can_be_symbol))
+            guards.add(AnyClosureNumber(source, variable, type(value), value, can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.add_input(source, value)
-            self.inputs[source.text] = InputNumber(name, source, variable, value, position)
+            self.inputs[source.text] = ClosureNumber(name, source, variable, value, position)
 
     def symbol_of(self, text: str) -> Any:
         """Return the symbolic number of an input; its value before the trace has begun."""
@@ -165,7 +165,7 @@ class InputNumbers:
         before, container[key] = container[key], made()
         self._replaced.append((container, key, container[key], before))
 
-    def start(self, symbol: Callable[[InputNumber], Any]) -> None:
+    def start(self, symbol: Callable[[ClosureNumber], Any]) -> None:
         """Begin the trace."""
         self.symbol = symbol
         for each in self._waiting:
@@ -279,7 +279,7 @@ class GuardBuilder:
         earlier: NumberHistory = MappingProxyType({}),
     ) -> None:
         self.name, self.closure = name, closure
-        self.numbers = InputNumbers(earlier)
+        self.numbers = ClosureNumbers(earlier)
         self.closure_guards = ClosureGuards()
         self._closure_guards = (
             ClosureGuards() if closure == "freeze" else self.closure_guards
@@ -536,7 +536,7 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
-def changed(copied: ContainerSnapshot, numbers: InputNumbers) -> bool:
+def changed(copied: ContainerSnapshot, numbers: ClosureNumbers) -> bool:
     """True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)

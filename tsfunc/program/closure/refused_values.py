@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tsfunc.program.closure.closure_guards import (
+    AnyClosureNumber,
     ClosureGuards,
     NumberCondition,
-    NumberInput,
     OfBranch,
     SourceGuard,
 )
@@ -54,7 +54,7 @@ def _numbers_of(
     """Return the numbers of a condition, with their values in a call and in the trace."""
     found = {}
     for number in reads.guards:
-        if isinstance(number, NumberInput) and number.is_in(condition.code):
+        if isinstance(number, AnyClosureNumber) and number.is_in(condition.code):
             value = ClosureGuards([], [(number.source, None)]).function(now)(flat)
             if value is not None and not same_value(number.value, value[0]):
                 before = number.value if condition.fixes else OfBranch(repr(number.value))
@@ -78,9 +78,9 @@ def _refusing(reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]) -
         yield from search(guards[:half])
         yield from search(guards[half:])
 
-    numbers = [guard for guard in reads.guards if isinstance(guard, NumberInput)]
+    numbers = [guard for guard in reads.guards if isinstance(guard, AnyClosureNumber)]
     refusing = [guard for guard in numbers if not hold([guard])]
     if refusing:  # the conditions on these numbers can't be evaluated
         yield from refusing
     else:
-        yield from search([x for x in reads.guards if not isinstance(x, NumberInput)])
+        yield from search([x for x in reads.guards if not isinstance(x, AnyClosureNumber)])

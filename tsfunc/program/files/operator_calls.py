@@ -239,7 +239,7 @@ class NodeTypes:
 
     def __init__(self, symbols: Symbols, values: ValueReader) -> None:
         self._symbols = symbols
-        self._named = {**symbols.sizes, **symbols.scalars}
+        self._named = {**symbols.sizes, **symbols.numbers}
         self._values = values
         self._sizes: dict[str, Any] = {}
         self._types: dict[str, torch.Tensor] = {}

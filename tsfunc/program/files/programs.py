@@ -46,7 +46,7 @@ from tsfunc.program.guarding.guards import (
     TypeIs,
     ValueIs,
     read_argument_guard,
-    read_scalar,
+    read_number_spec,
 )
 from tsfunc.program.guarding.inputs import InputSpec, sizes_of_call
 from tsfunc.program.guarding.trace_guards import (
@@ -70,7 +70,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
         NoFileForm: a file can't hold an argument.
     """
     leaves = []
-    for guard in guards_on_arguments(call_spec.leaves, call_spec.inputs, call_spec.scalars):
+    for guard in guards_on_arguments(call_spec.leaves, call_spec.inputs, call_spec.numbers):
         try:
             leaves.append(guard.to_json(encode))
         except NoFileForm as error:
@@ -94,12 +94,12 @@ def storable(call_spec: CallSpec) -> CallSpec:
 
     If a guard can't be written, the numbers are fixed to those of the call.
     """
-    names = {*call_spec.named_dims, *(spec.name for spec in call_spec.scalars)}
+    names = {*call_spec.named_dims, *(spec.name for spec in call_spec.numbers)}
     if all(guard.is_storable(names) for guard in call_spec.trace_guards):
         return call_spec
     fixed = [guard.for_fixed_numbers() for guard in call_spec.trace_guards]
     kept = tuple(guard for guard in fixed if guard is not None)
-    return dataclasses.replace(call_spec, trace_guards=kept, scalars=())
+    return dataclasses.replace(call_spec, trace_guards=kept, numbers=())
 
 
 def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
@@ -140,16 +140,16 @@ class CallSpecReader:
         ]
         leaves = [g.value if isinstance(g, AnyNumber | ValueIs) else None for g in read]
         inputs = [guard.spec for guard in read if isinstance(guard, TensorMeta)]
-        scalars = [guard.spec for guard in read if isinstance(guard, AnyNumber)]
+        numbers = [guard.spec for guard in read if isinstance(guard, AnyNumber)]
         settings = self._settings(settings_field)
         _require_sizes(dims, inputs, named_dims)
         tensors = frozenset(spec.position for spec in inputs)
-        described = DescribedArguments(named_dims, scalars, tensors)
+        described = DescribedArguments(named_dims, numbers, tensors)
         guards = field.get("guards")
         listed = () if guards is None else guards.items()
         return CallSpec(
             tree, tuple(leaves), tuple(inputs), named_dims, settings, self._keyword_order,
-            tuple(scalars),
+            tuple(numbers),
             tuple(read_trace_guard(each, described) for each in listed),
         )  # fmt: skip
 
@@ -392,10 +392,12 @@ def _symbols(field: Field, numbers: Field | None, call_spec: CallSpec) -> Symbol
     sizes = {
         name: size for name, size in called.items() if name in dims and dims[name].admits(size)
     }
-    scalars: dict[str, int | float] = {}
+    values: dict[str, int | float] = {}
     for name, value in numbers.mapping().items() if numbers is not None else ():
-        scalars[name] = read_scalar(Field(name, value), 0, ValueReader().decode(value), dims).value
+        values[name] = read_number_spec(
+            Field(name, value), 0, ValueReader().decode(value), dims
+        ).value
     try:
-        return Symbols(dims, sizes, scalars)
+        return Symbols(dims, sizes, values)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         field.fail(f"there are no such dims: {error}")

@@ -60,8 +60,8 @@ from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.number_inputs import (
-    NumberInputs,
     NumberResult,
+    NumbersAsTensors,
     NumbersRefused,
     number_inputs,
 )
@@ -134,7 +134,7 @@ class Compiled:
         if indices:
             if name == "cudagraphs":
                 raise NumbersRefused(indices)
-            self._numbers = NumberInputs(self._module, program.inputs, name != "inductor")
+            self._numbers = NumbersAsTensors(self._module, program.inputs, name != "inductor")
         self._ints: Mapping[str, int] = self._numbers.ints if indices else {}
         self._outputs = _keep_computed(self._module)
         _check(program, name, self._module, [*self._given(values), *self._lifted])
@@ -267,7 +267,7 @@ class Compiled:
             examples = [_fake(x, x.shape, symbols) for x in examples]
         else:
             examples = [*_apart(examples)]
-        examples += symbols.scalars.values()
+        examples += symbols.numbers.values()
         donated = nullcontext() if self._separate else without_donated_buffers()
         with torch_state.outside_all_transforms(), donated:
             try:

@@ -25,7 +25,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.program.closure.closure_guards import NumberInput
+from tsfunc.program.closure.closure_guards import AnyClosureNumber
 from tsfunc.program.closure.results import InputRef, fill
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.passes.simplify import is_computable
@@ -47,11 +47,11 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
 
 def _tensors(program: ProgramData) -> Sequence[Any]:
     """Return the places of the inputs without those that are numbers."""
-    scalars = () if program.call_spec is None else program.call_spec.scalars
-    numbers = {spec.position for spec in scalars}
+    numbers = () if program.call_spec is None else program.call_spec.numbers
+    positions = {spec.position for spec in numbers}
     guards = () if program.closure_guards is None else program.closure_guards.guards
-    read = {guard.source.path for guard in guards if isinstance(guard, NumberInput)}
-    places = [_place(program, each) for each in program.inputs if each not in numbers]
+    read = {guard.source.path for guard in guards if isinstance(guard, AnyClosureNumber)}
+    places = [_place(program, each) for each in program.inputs if each not in positions]
     return [place for place in places if place not in read]
 
 

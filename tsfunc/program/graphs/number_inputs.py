@@ -56,7 +56,7 @@ def number_inputs(graph: torch.fx.Graph, inputs: Sequence[int]) -> dict[str, int
     return {x.name: i for x, i in zip(given, inputs, strict=True) if _is_number(x)}
 
 
-class NumberInputs:
+class NumbersAsTensors:
     """Makes a module take tensors in place of numbers, and computes these tensors for each call.
 
     The module takes the inputs that are tensors, then the tensors of the numbers that its operators

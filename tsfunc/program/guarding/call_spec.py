@@ -39,7 +39,7 @@ from tsfunc.program.guarding.guards import (
     ValueIs,
     WatchedPlaceholder,
 )
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, sizes_of_call
 from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ConditionHolds, TraceGuard
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.values import PathTexts
@@ -56,7 +56,7 @@ class CallSpec:
         inputs: the tensors among them; their examples have no data.
         settings: torch's settings.
         keyword_order: True if the function sees the order of the keyword arguments.
-        scalars: the numbers among the arguments that are inputs, and may vary.
+        numbers: the numbers among the arguments that are inputs, and may vary.
         trace_guards: the guards on other facts that the trace relied on.
     """
 
@@ -66,7 +66,7 @@ class CallSpec:
     named_dims: Mapping[str, Dim]
     settings: tuple[Any, ...]
     keyword_order: bool = False
-    scalars: tuple[ScalarSpec, ...] = ()
+    numbers: tuple[NumberSpec, ...] = ()
     trace_guards: tuple[TraceGuard, ...] = ()
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class CallSpec:
                 makes them from this description, which has no classes.
         """
         if given is None:
-            given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
+            given = guards_on_arguments(self.leaves, self.inputs, self.numbers)
         dims = map(DimIs, self.named_dims.values())
         return (*given, *dims, SizesAre(self.inputs), *self.trace_guards)
 
@@ -104,7 +104,7 @@ def call_spec_of(
     named_dims: Mapping[str, Dim],
     settings: tuple[Any, ...],
     keyword_order: bool,
-    scalars: Sequence[ScalarSpec],
+    numbers: Sequence[NumberSpec],
     trace_guards: Sequence[TraceGuard],
 ) -> CallSpec:
     """Return the description of a call that is being traced."""
@@ -112,7 +112,7 @@ def call_spec_of(
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallSpec(
-        tree, leaves, specs, dict(named_dims), settings, keyword_order, tuple(scalars),
+        tree, leaves, specs, dict(named_dims), settings, keyword_order, tuple(numbers),
         tuple(trace_guards),
     )  # fmt: skip
 
@@ -175,8 +175,8 @@ def placeholder(
 def descriptors_of(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
     """Return descriptors, by parameter, of exactly the calls that a description is true of."""
     flat = [leaf.cls if isinstance(leaf, WatchedPlaceholder) else leaf for leaf in call_spec.leaves]
-    for scalar in call_spec.scalars:
-        flat[scalar.position] = type(scalar.value)
+    for number in call_spec.numbers:
+        flat[number.position] = type(number.value)
     for spec in call_spec.inputs:
         flat[spec.position] = MetaTensorType(
             list(spec.dims),
@@ -236,22 +236,22 @@ def names_in_call(call_spec: CallSpec, signature: inspect.Signature) -> Names:
 
 
 def guards_on_arguments(
-    flat: Sequence[Any], inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec] = ()
+    flat: Sequence[Any], inputs: Sequence[InputSpec], numbers: Sequence[NumberSpec] = ()
 ) -> list[ArgumentGuard]:
     """Return a guard for each flattened argument.
 
     Args:
         flat: the flattened arguments, or the leaves of a ``CallSpec``.
-        scalars: the numbers among them that are inputs.
+        numbers: the numbers among them that are inputs.
     """
     specs = {spec.position: spec for spec in inputs}
-    numbers = {spec.position: spec for spec in scalars}
+    by_position = {spec.position: spec for spec in numbers}
     guards: list[ArgumentGuard] = []
     for i, value in enumerate(flat):
         if i in specs:
             guards.append(TensorMeta(i, specs[i]))
-        elif i in numbers:
-            guards.append(AnyNumber(i, numbers[i], value))
+        elif i in by_position:
+            guards.append(AnyNumber(i, by_position[i], value))
         elif isinstance(value, WatchedPlaceholder) or is_watched(value):
             guards.append(
                 TypeIs(i, value.cls if isinstance(value, WatchedPlaceholder) else type(value))

@@ -38,7 +38,7 @@ from tsfunc.program.closure.guard_codegen import (
     tensor_lines,
 )
 from tsfunc.program.fields import Field
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.check_codegen import refused_sizes
@@ -164,7 +164,7 @@ class AnyNumber(ArgumentGuard):
     """A number that is an input of the program: its type, and that it is finite."""
 
     json_key: ClassVar[str] = "number"
-    spec: ScalarSpec
+    spec: NumberSpec
     value: int | float
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -188,7 +188,7 @@ class AnyNumber(ArgumentGuard):
     @classmethod
     def from_json(cls, position: int, field: Field, reader: ArgumentReader) -> AnyNumber:
         value, name = field.record("value", "number")
-        spec = read_scalar(name, position, reader.values.decode(value), reader.names)
+        spec = read_number_spec(name, position, reader.values.decode(value), reader.names)
         reader.names.add(spec.name)
         return cls(position, spec, spec.value)
 
@@ -362,10 +362,10 @@ def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> 
 _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 
 
-def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
+def read_number_spec(field: Field, position: int, value: Any, taken: Collection[str]) -> NumberSpec:
     """Return a number among the arguments that may vary within its type."""
     name = field.text(_NAME_OF_NUMBER, "the name of a number")
-    spec = ScalarSpec(position, name, value)
+    spec = NumberSpec(position, name, value)
     if type(value) not in (int, float) or not spec.admits(value):
         field.fail("only a number that is finite can be another one")
     if name in taken or keyword.iskeyword(name):
@@ -393,10 +393,10 @@ def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
 # --- the code and the keys of single guards
 
 
-def variables_of(named_dims: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
+def variables_of(named_dims: Mapping[str, Dim], numbers: Sequence[NumberSpec]) -> dict[str, str]:
     """Return the variables of named dims and numbers in conditions."""
-    numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
-    return {**{name: variable_of_size(name) for name in named_dims}, **numbers}
+    sizes = {name: variable_of_size(name) for name in named_dims}
+    return {**sizes, **{spec.name: f"args[{spec.position}]" for spec in numbers}}
 
 
 def _spelled(text: str) -> str:

@@ -114,7 +114,7 @@ def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class ScalarSpec:
+class NumberSpec:
     """A number among the flattened arguments whose descriptor is its type.
 
     Attributes:
@@ -134,14 +134,14 @@ class ScalarSpec:
         return type(value) is type(self.value) and can_be_symbol(value)
 
 
-def scalar_inputs(
+def number_specs(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
     named_dims: Mapping[str, Dim],
     undescribed: Collection[int] = (),
-) -> list[ScalarSpec]:
+) -> list[NumberSpec]:
     """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types].
 
     Args:
@@ -156,10 +156,10 @@ def scalar_inputs(
             continue
         name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            specs.append(ScalarSpec(i, _input_name(argument_paths[i], taken), value))
+            specs.append(NumberSpec(i, _input_name(argument_paths[i], taken), value))
         elif i in undescribed:
             specs.append(
-                ScalarSpec(i, _input_name(argument_paths[i], taken), value, undescribed=True)
+                NumberSpec(i, _input_name(argument_paths[i], taken), value, undescribed=True)
             )
     return specs
 

@@ -24,7 +24,7 @@ from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.guards import variable_of_size, variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec
 from tsfunc.types import Dim
 from tsfunc.types.size_constraints import constraint_code
 
@@ -33,12 +33,12 @@ class DescribedArguments(NamedTuple):
     """The arguments of a call in a file, to which its guards refer.
 
     Attributes:
-        scalars: the numbers that are inputs.
+        numbers: the numbers that are inputs.
         tensors: the positions of the tensors.
     """
 
     named_dims: Mapping[str, Dim]
-    scalars: Sequence[ScalarSpec]
+    numbers: Sequence[NumberSpec]
     tensors: Collection[int]
 
 
@@ -114,7 +114,7 @@ class ConditionHolds(TraceGuard):
     @classmethod
     def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
         text, named_dims = field.line(), described.named_dims
-        variables = variables_of(named_dims, described.scalars)
+        variables = variables_of(named_dims, described.numbers)
         try:
             code = constraint_code(text, variables)
             shown = constraint_code(text, {name: name for name in variables})

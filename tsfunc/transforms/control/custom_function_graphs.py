@@ -19,7 +19,7 @@ from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.json_values import NoFileForm
 from tsfunc.program.graphs.example_arguments import sizes_for
 from tsfunc.program.guarding.call_spec import conditions_among, placeholder
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, names_in
 from tsfunc.program.guarding.trace_guards import Property
 from tsfunc.program.program import Program
 from tsfunc.transforms.control.autograd_functions import OperandType, PythonCallee
@@ -112,14 +112,14 @@ class Tracing:
                     flat[i] = _example(x, dims[i], sizes)
                     inputs.append(InputSpec(i, f"x{i}", flat[i], dims[i]))
             inputs = [*inputs[last:], *inputs[:last]]
-            scalars = [
-                ScalarSpec(i, f"k{i}", _NUMBER)
+            specs = [
+                NumberSpec(i, f"k{i}", _NUMBER)
                 for i, x in enumerate(given)
                 if isinstance(x, Number) and i not in numbers
             ]
             tree = pytrees.structure_of((tuple(flat), {}))
             request = TraceRequest(
-                f"save({self.name})", self.name, run, flat, tree, inputs, names.used, scalars,
+                f"save({self.name})", self.name, run, flat, tree, inputs, names.used, specs,
                 described=self.described,
             )  # fmt: skip
             with torch.enable_grad():
