@@ -449,7 +449,10 @@ def record_call(
     named = {name: map_items(node_of, arg) for name, arg in kwargs.items()}
     node = _record_node(op, _as_lists(nodes), named, tracks, level)
     fresh = level.symbols.fresh()
-    recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
+    if op.inplace and isinstance(results, torch.Tensor):
+        recorded = _record_write(op, args, kwargs, node, level, tracks and any_tracks)
+    else:
+        recorded = _traced(results, node, level, tracks and any_tracks)
     if fresh:
         _register_symbols(recorded, node, level, fresh)
     level.repeated.note(RecordedCall(op, args, kwargs, node, recorded))
@@ -468,9 +471,7 @@ def record_on_nodes(
     """
     tracks = torch.is_grad_enabled()
     node = _record_node(op, args, kwargs, tracks, level)
-    if isinstance(results, torch.Tensor):
-        return node, traced_as(results, node, level, tracks and any_tracks)
-    return node, _items_traced(results, node, level, tracks and any_tracks)
+    return node, _traced(results, node, level, tracks and any_tracks)
 
 
 def _record_node(
@@ -504,39 +505,32 @@ def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([list(arg) if isinstance(arg, tuple) else arg for arg in args])
 
 
-def _record_results(
-    op: TorchOperator,
-    args: Args,
-    kwargs: Kwargs,
-    results: Any,
-    node: torch.fx.Node,
-    level: TraceLevel,
+def _record_write(
+    op: TorchOperator, args: Args, kwargs: Kwargs, node: torch.fx.Node, level: TraceLevel,
     tracks: bool,
-) -> Any:
-    if op.inplace and isinstance(results, torch.Tensor):
-        own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
-        first = args[0] if own else level.lift(args[0])
-        first.tracks = first.tracks or tracks
-        node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
-        if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
-            take_sizes(first, TraceTracer.make(first.value, level))
-            return args[0]
-        return op.written_argument(args, kwargs)
+) -> Any:  # fmt: skip
+    """Record that an operator has written its first argument, and return the argument."""
+    own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
+    first = args[0] if own else level.lift(args[0])
+    first.tracks = first.tracks or tracks
+    node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
+    if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
+        take_sizes(first, TraceTracer.make(first.value, level))
+        return args[0]
+    return op.written_argument(args, kwargs)
+
+
+def _traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
+    """Return results as tracers, also in nested lists; several results are items of the node."""
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
-    return _items_traced(results, node, level, tracks)
-
-
-def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
-    """Return several results, including nested lists, each traced as an item of the node."""
     if not isinstance(results, list | tuple):
         return results
     recorded = []
     for i, item in enumerate(results):
-        if isinstance(item, torch.Tensor):
-            item = traced_as(item, _item(node, i, level), level, tracks)
-        elif isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item):
-            item = _items_traced(item, _item(node, i, level), level, tracks)
+        nested = isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item)
+        if nested or isinstance(item, torch.Tensor):
+            item = _traced(item, _item(node, i, level), level, tracks)
         recorded.append(item)
     return type(results)(recorded)
 

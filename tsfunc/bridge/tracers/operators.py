@@ -56,8 +56,6 @@ STATISTICS = frozenset({
 })  # fmt: skip
 
 
-_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
-
 CALL_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NoExamples, RuntimeError,
     TypeError, ValueError,
@@ -196,9 +194,9 @@ class TorchOperator(Operator):
         """Return the fast function of a pointwise operator, or None for other operators."""
         if self.direct_rule is not pointwise and self.direct_rule is not pointwise_inplace:
             return None
-        name = self.name.removeprefix("aten::").partition(".")[0]
-        function = getattr(torch.Tensor if self.inplace else torch, name, None)
-        return function if isinstance(function, _FUNCTIONS) else self.overload._op
+        if self.inplace and self.overload.namespace == "aten":
+            return getattr(torch.Tensor, self.packet, self.overload._op)
+        return python_function(self)[0] or self.overload._op
 
     def written_argument(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the first argument of an in-place call, in its new shape if it has one."""
