@@ -213,3 +213,28 @@ def test_two_views_of_the_whole_batch_have_parts_of_their_own() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
     with pytest.raises(RuntimeError, match="uses by another view"):
         vmap(f)(x)
+
+
+@pytest.mark.parametrize("read", [Tensor.detach, lambda kept: kept.detach()[0], Tensor.t])
+@pytest.mark.parametrize("control", ["cond", "fori_loop", "while_loop"])
+def test_a_program_reads_a_write_by_another_tensor_of_that_memory(
+    control: str, read: Callable[[Tensor], Tensor]
+) -> None:
+    def f(x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        kept = x * 2.0
+        other = read(kept)
+
+        def write(total: Tensor) -> Tensor:
+            kept.add_(1.0)
+            return total + other.sum()
+
+        total = x.new_zeros(())
+        if control == "cond":
+            return cond(n > 0, write, torch.neg, total), kept
+        if control == "fori_loop":
+            return fori_loop(0, n, lambda i, carry: write(carry), total), kept
+        state = while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, write(s[1])), (n - 2, total))
+        return state[1], kept
+
+    x, n = torch.randn(2, 3), torch.tensor(2)
+    torch.testing.assert_close(specialize(f)(x, n), f(x, n))

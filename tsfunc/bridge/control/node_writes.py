@@ -1,4 +1,4 @@
-"""The writes of a trace: the values that its nodes write into."""
+"""The writes of a trace: the values that its nodes write into, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.trace.trace_level import TraceTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     updates_statistics,
 )
+from tsfunc.bridge.writing.storages import memory_of
 
 
 def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
@@ -66,3 +71,11 @@ def count_writes(node: torch.fx.Node) -> int:
         count += any(base_node(value) is base for value in written_arguments(later))
         later = later.next
     return count
+
+
+def memory_key(tensor: torch.Tensor) -> Any:
+    """Return the key that tensors with shared memory have in common."""
+    inner = innermost_value(tensor, BatchTracer | GradTracer)
+    if isinstance(inner, TraceTracer):
+        return base_node(inner.node)
+    return memory_of(inner) or id(inner)

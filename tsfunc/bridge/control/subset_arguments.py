@@ -21,8 +21,7 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunction
 
-from tsfunc.bridge.control.node_writes import count_writes
-from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.control.node_writes import count_writes, memory_key
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
@@ -142,10 +141,10 @@ class ArgRemapper:
             if write_count(part) != count
         }
         for whole, part in changed.values():
-            memory = _memory(whole)
-            if _memory(part) == memory:
+            memory = memory_key(whole)
+            if memory_key(part) == memory:
                 raise RuntimeError(self.refused(whole))
-            if any(x is not whole and _memory(x) == memory for x in wholes.values()):
+            if any(x is not whole and memory_key(x) == memory for x in wholes.values()):
                 raise RuntimeError(self.refused(whole, "the body uses by another view, too"))
         return [*changed.values()]
 
@@ -203,14 +202,6 @@ def is_made_inside(tensor: torch.Tensor, level: BatchLevel) -> bool:
     except CreatedOutside:
         return False
     return True
-
-
-def _memory(value: Any) -> Any:
-    """Return the key that tensors with shared memory have in common."""
-    inner = innermost_value(value, BatchTracer | GradTracer)
-    if isinstance(inner, TraceTracer):
-        return base_node(inner.node)
-    return inner.untyped_storage()._cdata
 
 
 def refuse_writes_of_all(

@@ -24,7 +24,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
-from tsfunc.bridge.control.node_writes import written_bases
+from tsfunc.bridge.control.node_writes import memory_key, written_bases
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
@@ -155,8 +155,8 @@ def written_outside(bodies: Sequence[TracedBody]) -> list[torch.Tensor]:
     if not written:
         return []
     used = [body.level.outside(x) for body in bodies for x, _ in body.level.taken.values()]
-    memories = Counter(map(memory_in_trace, {id(x): x for x in used}.values()))
-    shared = any(memories[memory_in_trace(x)] > 1 for x in written.values())
+    memories = Counter(map(memory_key, {id(x): x for x in used}.values()))
+    shared = any(memories[memory_key(x)] > 1 for x in written.values())
     return [] if shared else list(written.values())
 
 
@@ -164,12 +164,6 @@ def _is_input(value: Any) -> bool:
     """True for a tensor that is an input of a body."""
     inner, _ = unwrap_all(value)
     return isinstance(inner, TraceTracer) and inner.node.op == "placeholder"
-
-
-def memory_in_trace(tensor: torch.Tensor) -> Any:
-    """Return the key that traced tensors with shared memory have in common."""
-    inner, _ = unwrap_all(tensor)
-    return inner.base_identity() if isinstance(inner, TraceTracer) else id(inner)
 
 
 def use_copies(

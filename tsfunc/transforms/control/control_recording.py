@@ -16,12 +16,12 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.control.traced_bodies import (
     TracedBody,
     TracedResult,
     common,
     common_order,
-    memory_in_trace,
     operands_of,
     order_of,
     same_layout,
@@ -105,8 +105,8 @@ def record_switch(
     results, *_ = [body.end(stacks, orders) for body in bodies]
     tensors, numbers, places = operands_of(bodies, 0)
     if written:  # a derivative runs the bodies on the values that they got
-        memories = set(map(memory_in_trace, written))
-        tensors = [x.clone() if memory_in_trace(x) in memories else x for x in tensors]
+        memories = set(map(memory_key, written))
+        tensors = [x.clone() if memory_key(x) in memories else x for x in tensors]
     made = [
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
         for name, body, own in zip(names, bodies, places, strict=True)
