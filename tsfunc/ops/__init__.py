@@ -24,7 +24,6 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     factories,
     feature_batched,
     fixed,
-    forward_ad,
     histograms,
     identity,
     indexing,

@@ -19,7 +19,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     refuse_inplace,
 )
-from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel
+from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
 
 COPIES: Final = Family()
@@ -60,6 +60,12 @@ def contiguous(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     if wanted not in _CHANNELS_LAST:
         return batch_to_front(args[0], bdims[0]).contiguous(), 0
     return same_layout(torch.clone, level, bdims, args, kwargs)
+
+
+@row("aten::_fw_primal", "aten::_fw_primal_copy")
+def primal(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Return an alias of the value without this level's tangent, which the tracer holds."""
+    return torch.ops.aten.alias(args[0]), bdims[0]
 
 
 @COPIES.row("aten::to.dtype")

@@ -16,18 +16,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.overrides import TorchFunctionMode, resolve_name
+
 from tsfunc import ops
 from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
+from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
-from tsfunc.bridge.tracers.plain_calls import PlainCalls
+from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
 from tsfunc.dispatch.recording import recording
+from tsfunc.dispatch.state import tls
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
-from tsfunc.user_code import folding, name_of
+from tsfunc.user_code import called_by_user, folding, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -232,7 +236,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     table of ``torch.profiler.profile``, which knows nothing of rules and loops.
     """
     recorder = Recorder(UserLines().here)
-    with recording(recorder), PlainCalls(recorder):
+    with recording(recorder), _PlainCalls(recorder):
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.
     kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
@@ -274,3 +278,29 @@ def _short(source: str) -> str:
     """Return ``file:line`` relative to the folder that contains the package."""
     folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
     return source.removeprefix(folder)
+
+
+class _PlainCalls(TorchFunctionMode):
+    """Records the function's own torch calls that reach no level; these calls run unchanged."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            METHODS.get(func) is metadata
+            or getattr(func, "__name__", "") in _ATTRIBUTES
+            or tls.state.running is not None
+            or innermost_level((*args, *kwargs.values())) is not None
+            or not called_by_user()
+        ):
+            return func(*args, **kwargs)
+        location, backward = self.recorder.location()
+        name = resolve_name(func) or getattr(func, "__name__", repr(func))
+        use = KernelUse(name, location, backward, "", "", 0, "torch")
+        return self.recorder.run(use, lambda: func(*args, **kwargs), alone=True)
+
+
+_ATTRIBUTES = frozenset({"__get__", "__set__", "__repr__", "__hash__"})

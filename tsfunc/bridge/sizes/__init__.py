@@ -10,7 +10,6 @@ Constraints
     - ``remainders``: constraints on quotients and remainders
     - ``equalities``: sizes that an operator requires to be equal
     - ``assumed_constraints``: constraints given as text
-    - ``scoped_constraints``: constraints of one part of a trace
 Results of operators
     - ``fake_results``: the results of a call on fake tensors
     - ``fake_mode``: calls of fixed sizes, without FakeTensorMode

@@ -37,8 +37,11 @@ import torch.fx
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
-from tsfunc.bridge.sizes.scoped_constraints import scoped_constraints
-from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
+from tsfunc.bridge.sizes.shape_environment import (
+    environment_class,
+    scoped_constraints,
+    source_called,
+)
 from tsfunc.bridge.sizes.symbolic_numbers import divided
 from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
 from tsfunc.errors import FailedCheckError

@@ -110,22 +110,8 @@ class TraceLevel(TracerLevel):
     """
 
     __slots__ = (
-        "backward_passes",
-        "bodies",
-        "failing",
-        "fake",
-        "for_torch",
-        "graph",
-        "lifted",
-        "lines",
-        "of_dtensors",
-        "on_lift",
-        "originals",
-        "records",
-        "repeated",
-        "results",
-        "sizes",
-        "symbols",
+        "backward_passes", "bodies", "failing", "fake", "for_torch", "graph", "lifted", "lines",
+        "of_dtensors", "on_lift", "originals", "records", "repeated", "results", "sizes", "symbols",
         "tensor_guards",
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ The path of a call to its rule
     - ``registrations``: all that is registered with torch
     - ``mode_handlers``: torch's own modes
     - ``python_functions``: the path of torch's Python functions to the handlers
-    - ``plain_calls``: calls that reach no level
 Errors and questions of the user's code
     - ``boundaries``: where a transform begins, and the lines that errors name
     - ``checks``: tests that raise for one outcome
