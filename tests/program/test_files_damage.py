@@ -203,9 +203,9 @@ class TestContainers:
     def test_entries_missing_and_more(self, good: bytes, tmp_path: Path) -> None:
         entries = entries_of(good)
         del entries[GRAPH]
-        refused(tmp_path, file_of(entries), "none of a file of tsfunc|is missing")
+        refused(tmp_path, file_of(entries), "does not belong in a file of tsfunc|is missing")
         more = {**entries_of(good), "programs/7.json": b"{}"}
-        refused(tmp_path, file_of(more), r"'programs/7\.json' is none of a file of tsfunc")
+        refused(tmp_path, file_of(more), r"'programs/7\.json' does not belong in a file of tsfunc")
 
     def test_sizes_that_are_not_so(self, good: bytes, tmp_path: Path) -> None:
         manifest = json.loads(entries_of(good)["format.json"])

@@ -210,7 +210,7 @@ def test_str_reads_back(written: object, text: str) -> None:
     ("text", "message"),
     [
         ("List[int", r"'List\[int' is not a valid descriptor: expected '\]' or ','"),
-        ("List[int, str]", r"List of 2 descriptor\(s\) is none"),
+        ("List[int, str]", r"List\[\.\.\.\] of 2 descriptor\(s\) is not a descriptor"),
         ("Literal[", "expected a value, got ''"),
         ("Literal[1.2.3]", r"expected a value, got '1\.2\.3'"),
         ("{'a' int}", "expected ':' after the key, got 'int}'"),

@@ -246,7 +246,7 @@ def parse_dim(spec: object) -> DimForm:
             an unknown size.
 
     Raises:
-        DescriptorError: the value is none of these.
+        DescriptorError: the value is something else.
 
     Example:
         >>> [parse_dim(spec) for spec in (3, "n", "n+1", "2*3", None)]

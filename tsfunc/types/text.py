@@ -207,7 +207,7 @@ class _Reader:
         if cls is TSDict and len(items) == 2:
             return TSDict(*items)  # descriptors allow keys of more types
         if cls is None or cls in (TSOptional, TSDict) or len(items) != 1:
-            raise AnnotationError(f"{name} of {len(items)} descriptor(s) is none")
+            raise AnnotationError(f"{name}[...] of {len(items)} descriptor(s) is not a descriptor")
         return cls.compose(name, items)
 
     def of_types(self, name: str) -> TSType:

@@ -89,7 +89,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 def split_check(mesh: str) -> tuple[str, str]:
     """Return a mesh's text and the check of an exchange, which follows it: ``"dp=2;values"``.
 
-    The check is empty if there is none.
+    The check is empty for an exchange without one.
     """
     text, _, check = mesh.partition(";")
     return text, check

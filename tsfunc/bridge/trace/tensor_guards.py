@@ -66,8 +66,8 @@ def check_layout(value: torch.Tensor, name: str | None = None) -> None:
         name: the argument that it belongs to; None for a tensor from elsewhere.
 
     Raises:
-        TypeCheckError: an argument has such a layout.
-        ClosureError: another tensor has such a layout.
+        TypeCheckError: the layout is that of an argument.
+        ClosureError: the layout is that of another tensor.
     """
     # Python replaces a TypeError of an operator such as `*` by an error of its own.
     error = ClosureError if name is None else TypeCheckError

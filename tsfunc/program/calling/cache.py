@@ -81,7 +81,7 @@ class Target:
         """Return the arguments of a call by parameter.
 
         Raises:
-            TypeError: the function does not accept such a call.
+            TypeError: the function does not accept the arguments.
         """
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)

@@ -355,7 +355,7 @@ def check_texts(
     """Refuse a string result, or a key, that contains the text of a traced value.
 
     Raises:
-        DataDependentError: there is such a string.
+        DataDependentError: a string contains the text of a traced value.
     """
     keys = (entry for path in tree.paths() for entry in path)
     for text in (*leaves, *keys):
@@ -375,7 +375,7 @@ def check_bodies(label: str, updates: Updates, leaves: Sequence[Any], level: Tra
     """Refuse values of control-flow bodies that leave the body other than as its results.
 
     Raises:
-        TypeCheckError: there is such a value.
+        TypeCheckError: a value leaves the body in another way.
     """
     assigned = {slot.index: each.text for each in updates.updates for slot in each.slots()}
     texts = [*(["the function's result"] * len(leaves)), *map(assigned.get, range(len(assigned)))]
@@ -482,7 +482,7 @@ def check_frozen(name: str, level: TraceLevel, closure_positions: Mapping[int, i
     """Refuse a program that writes into tensors that it holds as constants.
 
     Raises:
-        ClosureError: the program writes into such a tensor.
+        ClosureError: the program writes into one of its constants.
     """
     memory = {
         storage_address(tracer.value)

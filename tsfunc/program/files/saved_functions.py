@@ -330,7 +330,9 @@ def _count_of_programs(archive: Archive) -> int:
     expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
     for name in archive.names():
         if name not in expected:
-            raise FileFormatError(f"{archive.label}: entry {name!r} is none of a file of tsfunc.")
+            raise FileFormatError(
+                f"{archive.label}: entry {name!r} does not belong in a file of tsfunc."
+            )
     return count
 
 

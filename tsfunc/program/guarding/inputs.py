@@ -228,7 +228,7 @@ def refuse_arrays(
         name_of: returns the user's spelling of a flattened argument.
 
     Raises:
-        TypeCheckError: an argument is such an array.
+        TypeCheckError: an argument without a descriptor is an array.
     """
     described = {} if contract is None else contract.descriptors
     for i, value in enumerate(flat):
