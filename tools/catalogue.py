@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tsfunc.bridge.tracers.schemas import operator_signature, registered
+from tsfunc.bridge.tracers.schemas import operator_signature, registered_overloads
 from tsfunc.ops.catalogue.counts import CENSUS_2020
 from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence, Trial
@@ -111,7 +111,7 @@ def main() -> None:
     if options.worker:
         worker()
         return
-    names = registered("aten")
+    names = registered_overloads("aten")
     forms = [n for n in names if (s := operator_signature(n)) and s.form not in ("out", "in-place")]
     if options.retry:
         evidence = try_all(forms)

@@ -216,7 +216,7 @@ def _in_a_terminal() -> bool:
 
 
 def _census() -> None:
-    rows = counts.rows()
+    rows = counts.census_rows()
     cells = [[label, str(now), "" if then is None else str(then)] for label, now, then in rows]
     then = sum(counts.CENSUS_2020.values())
     total = ["all", str(sum(now for _, now, _ in rows)), str(then)]

@@ -26,7 +26,7 @@ from tsfunc.bridge.private_names import (
     Risk,
     by_risk,
     covered,
-    table,
+    dependency_table,
 )
 from tsfunc.bridge.private_names import missing as missing_in_torch
 
@@ -216,7 +216,7 @@ def test_a_failed_check_names_the_missing_or_differing_property() -> None:
 
 def test_the_docs_have_the_list() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
-    assert table() in page, "paste the output of python -m tsfunc.bridge.private_names"
+    assert dependency_table() in page, "paste the output of python -m tsfunc.bridge.private_names"
     assert list(by_risk()) == sorted(by_risk(), key=lambda entry: list(Risk).index(entry.risk))
     for entry in PRIVATE_NAMES:
         assert entry.use and entry.stand_in and entry.releases

@@ -26,7 +26,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.call_plans import CallPlan, PlanStep
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.recipes import record
+from tsfunc.bridge.tracers.recipes import record_recipes
 from tsfunc.ops import fixed
 from tsfunc.testing.precision import epsilon, rounded_otherwise, uncertainty, wide
 
@@ -39,7 +39,7 @@ MM = torch.ops.aten.mm.default
 
 def recorded(rule: Any, *args: Any, dims: Any = None, overload: Any = MM) -> Any:
     plan = CallPlan(PlanStep.RULE, overload, rule, operator_of(overload))
-    return record(plan, 5, dims or [0] * len(args), args, {}, False)
+    return record_recipes(plan, 5, dims or [0] * len(args), args, {}, False)
 
 
 NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
@@ -108,8 +108,8 @@ def test_a_write_is_not_recorded_for_nested_batches() -> None:
         return args[0].new_zeros(5, 2).copy_(args[0]), 0
 
     plan = CallPlan(PlanStep.RULE, MM, rule, operator_of(MM))
-    assert record(plan, 5, [0], [torch.ones(5, 2)], {}, False) is not None
-    assert record(plan, 5, [0], [torch.ones(5, 2)], {}, True) is None
+    assert record_recipes(plan, 5, [0], [torch.ones(5, 2)], {}, False) is not None
+    assert record_recipes(plan, 5, [0], [torch.ones(5, 2)], {}, True) is None
 
 
 def rows(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -389,7 +389,7 @@ def test_the_rule_runs_for_new_metadata_only() -> None:
         w, x = torch.randn(2, size), torch.randn(6, size, 5)
         ran = []
         for _ in range(5):  # the plan is made, the metadata are seen, the calls are recorded
-            with counting(fixed.product) as calls:
+            with counting(fixed.logical_matmul) as calls:
                 f(w, x)
             ran.append(bool(calls))
         assert ran[0]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tsfunc
 from tests.distributed.checks import Check, failures
 from tsfunc import P, shard_map
-from tsfunc.bridge.mesh.meshes import registered
+from tsfunc.bridge.mesh.meshes import registered_mesh
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.testing import spawn
 
@@ -243,7 +243,7 @@ def a_rank_that_recovers(rank: int, size: int) -> None:
 def a_destroyed_group(rank: int, size: int) -> None:
     """A destroyed group is freed, with its threads, and its mesh refuses to exchange values."""
     group = dist.new_group()
-    reference, mesh = weakref.ref(group), registered({"mine": group})
+    reference, mesh = weakref.ref(group), registered_mesh({"mine": group})
     summed = shard_map(lambda x: tsfunc.psum(x, "mine"), {"mine": group}, P("mine"), P())
     assert summed(torch.ones(size)).tolist() == [size]
     dist.destroy_process_group(group)

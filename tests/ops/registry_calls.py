@@ -22,8 +22,8 @@ from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form
 from tsfunc.ops.catalogue.trial_arguments import (
     TrialParameters,
     arguments,
-    settings,
     tensor_arguments,
+    trial_settings,
 )
 
 Call = tuple[list[Any], dict[str, Any]]
@@ -40,7 +40,7 @@ def calls(name: str) -> Iterator[Call]:
     signature = reader().signature(name)
     assert signature is not None, f"torch has no {name}"
     ranks = _ranks(signature)
-    for setting in settings(signature) if ranks else ():
+    for setting in trial_settings(signature) if ranks else ():
         found = list(itertools.islice(_taken(signature, ranks, setting), MOST))
         if found:
             yield from found

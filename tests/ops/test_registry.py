@@ -25,7 +25,7 @@ from tests.ops.registry_examples import (
     UNTRIED,
     Call,
 )
-from tsfunc.bridge.tracers.schemas import registered
+from tsfunc.bridge.tracers.schemas import registered_overloads
 from tsfunc.errors import DataDependentError
 from tsfunc.ops import Category, all_rows, lookup
 
@@ -47,7 +47,7 @@ OF_ITS_ARGUMENTS = {
 # calls.
 EFFECTS = {"tsfunc_debug::call"}
 
-AVAILABLE = set(registered("aten"))
+AVAILABLE = set(registered_overloads("aten"))
 # Some releases of torch lack some operators.
 ROWS = {
     name

@@ -87,6 +87,6 @@ def _reader() -> Any:
 
 
 registry.load([module.function_rules for module in _RULES])
-hooks.unknown_class.add(containers.register)
+hooks.unknown_class.add(containers.register_container)
 python_functions.replace_handle_torch_function()
 tracer_members.install()

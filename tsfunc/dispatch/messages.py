@@ -10,7 +10,7 @@ from tsfunc.dispatch.state import Level, tls
 from tsfunc.user_code import Location, user_location
 
 
-def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def call_summary(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return a short form of the call: the operator and the types of its arguments."""
     given = [type(arg).__name__ for arg in args]
     given += [f"{key}={type(arg).__name__}" for key, arg in kwargs.items()]
@@ -54,7 +54,7 @@ def no_level(name: str, depth: int, bits: int) -> str:
 def no_key_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for a key set that is empty or has only keys that fall through."""
     what = (
-        f"{call(name, args, kwargs)}: no key is left to dispatch to "
+        f"{call_summary(name, args, kwargs)}: no key is left to dispatch to "
         f"(key set {DispatchKeySet.from_bits(bits)!r})."
     )
     masked = keys_of_arguments(args, kwargs)[0] & ~bits
@@ -73,9 +73,9 @@ def no_key_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, 
 def redispatched_by_backend(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for an operator that its own backend kernel redispatches."""
     return (
-        f"{call(name, args, kwargs)}: no key is left to dispatch to: redispatch was called in the "
-        f"kernel of a backend, which is the last one. Compute the result there, or call the "
-        f"operator on other values with op(...)."
+        f"{call_summary(name, args, kwargs)}: no key is left to dispatch to: redispatch was called "
+        f"in the kernel of a backend, which is the last one. Compute the result there, or call "
+        f"the operator on other values with op(...)."
     )
 
 

@@ -285,8 +285,9 @@ def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ope
         if chosen is not None:
             return chosen
     raise DispatchError(
-        f"{op!r} stands for {len(rows)} operators, and {messages.call('it', args, kwargs)} does "
-        f"not say which: {', '.join(o.name for o in rows)}. Name the one that is meant."
+        f"{op!r} stands for {len(rows)} operators, and "
+        f"{messages.call_summary('it', args, kwargs)} does not say which: "
+        f"{', '.join(o.name for o in rows)}. Name the one that is meant."
     )
 
 
@@ -418,7 +419,7 @@ def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if op.native is None:
         keys = ", ".join(str(key) for key in op._cells) or "none"
         raise DispatchError(
-            f"{messages.call(op.name, args, kwargs)}: no backend kernel. "
+            f"{messages.call_summary(op.name, args, kwargs)}: no backend kernel. "
             f"It has kernels for: {keys}. Register one for the arguments' backend, "
             f"or for all of them with Operator(name, native=function)."
         )

@@ -79,7 +79,7 @@ def _masks_fit(x: Tensor, bdim: int | None, indices: Sequence[Any], bdims: Seque
     return True
 
 
-def lookup(indices: Sequence[Any], bdims: Sequence[Any] | None) -> Lookup:
+def analyze_indices(indices: Sequence[Any], bdims: Sequence[Any] | None) -> Lookup:
     """Analyze indices that contain no batched mask."""
     bdims = [None] * len(indices) if bdims is None else bdims
     if any(_is_mask(index) for index in indices):
@@ -113,7 +113,7 @@ def index(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
         indices, named = _mask_positions(op, level, indices, bdims[1], instead)
         bdims = [bdims[0], named]
-    position = lookup(indices, bdims[1])
+    position = analyze_indices(indices, bdims[1])
     if bdims[0] is None:
         return op(x, position.indices), position.first if position.adjacent else 0
     x = batch_to_front(x, bdims[0])
@@ -172,7 +172,7 @@ def _values(indices: Lookup, v: Tensor, bdim: int | None, rank: int) -> Tensor:
 def _write(op: Any, x: Tensor, bdims: BatchDims, args: Args) -> Tensor:
     """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
-    looked_up = lookup(indices, bdims[1])
+    looked_up = analyze_indices(indices, bdims[1])
     values = _values(looked_up, v, bdims[2], x.dim() - 1)
     where = _every_example(looked_up, x) if looked_up.batched else [None, *looked_up.indices]
     return op(x, where, values, *rest)

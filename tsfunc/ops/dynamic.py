@@ -1,8 +1,8 @@
 """Operators whose result sizes, or Python results, depend on values.
 
 With ``data_dependent="split"`` a rule first requires that the examples agree
-(``splitting.agree``). After that, the level's batch has only examples whose results can be
-stacked. Without it, these operators raise an error.
+(``splitting.check_equal_rows``). After that, the level's batch has only examples whose results can
+be stacked. Without it, these operators raise an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
-from tsfunc.ops.splitting import agree, agree_on_results, common_value
+from tsfunc.ops.splitting import agree_on_results, check_equal_rows, common_value
 from tsfunc.user_code import user_location
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
@@ -64,7 +64,7 @@ def item(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
             f"operations ({function_name(op)} at {user_location()} has to return one Python "
             f"value, but each example has its own), {OUTSIDE}."
         )
-    agree(op, level, batch_to_front(args[0], bdims[0]))
+    check_equal_rows(op, level, batch_to_front(args[0], bdims[0]))
     return op(one), None
 
 
@@ -89,7 +89,7 @@ def compare_tensors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwa
         )
     if alike or not exact:
         same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:], **kwargs)
-        agree(op, level, flatten_examples(same, bdim).all(1))
+        check_equal_rows(op, level, flatten_examples(same, bdim).all(1))
     one = [x if bdim is None else x.select(bdim, 0) for x, bdim in zip(args, bdims, strict=True)]
     return op(*one, **kwargs), None
 
@@ -167,7 +167,7 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
         For each mask a tensor (example, element, dim).
     """
     counts = torch.stack([flatten_logical(mask).count_nonzero(1) for mask in masks], 1)
-    agree(op, level, counts)
+    check_equal_rows(op, level, counts)
     flat = [mask.nonzero() for mask in masks]
     size = level.batch_size
     return [
@@ -225,7 +225,7 @@ def _masked_select(op: Any, level: RuleLevel, bdims: BatchDims, x: Tensor, mask:
         refuse_dynamic_size(op, "Use torch.where(mask, x, fill) instead")
     (x, mask), bdim = align([x, mask], bdims)
     x, mask = (batch_to_front(t, bdim) for t in torch.broadcast_tensors(x, mask))
-    agree(op, level, flatten_logical(mask).count_nonzero(1))
+    check_equal_rows(op, level, flatten_logical(mask).count_nonzero(1))
     out = op(x, mask)
     return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
 
@@ -243,7 +243,7 @@ def repeat_interleave(
                 op, "Give repeat_interleave an output_size that holds for all examples"
             )
         sums = batch_to_front(args[0], bdims[0]).sum(1)
-        agree(op, level, sums)
+        check_equal_rows(op, level, sums)
         count = int(sums[0])
     positions = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
     return torch.searchsorted(ends, positions, right=True).to(args[0].dtype), 0

@@ -57,7 +57,7 @@ def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
     return x.matmul(y).squeeze(-2), 0
 
 
-def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+def logical_matmul(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
     """Return ``matmul`` of logical tensors, at least one of them batched."""
     rank = x.dim() if p is None else x.dim() - 1
     other = y.dim() if q is None else y.dim() - 1
@@ -116,7 +116,7 @@ def product_of_ranks(first: int, second: int) -> Rule:
             return raise_as_one_example(op, bdims, args, kwargs)
         _check_dtypes(op, bdims, args, kwargs)
         try:
-            return product(x, p, y, q)
+            return logical_matmul(x, p, y, q)
         except RuntimeError:
             return sparse.sparse_product(x, p, y, q)
 
@@ -145,7 +145,7 @@ def bmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs)
         return raise_as_one_example(op, bdims, args, kwargs)
     if is_sparse(args[0]):
         return sparse.product_of_stacks(args[0], bdims[0], args[1], bdims[1])
-    return product(args[0], bdims[0], args[1], bdims[1])
+    return logical_matmul(args[0], bdims[0], args[1], bdims[1])
 
 
 @row("aten::matmul", "aten::linalg_matmul")
@@ -157,7 +157,7 @@ def matmul(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
         return raise_as_one_example(op, bdims, args, kwargs)
     _check_dtypes(op, bdims, args, kwargs)
     try:
-        return product(x, p, y, q)
+        return logical_matmul(x, p, y, q)
     except RuntimeError:
         return sparse.sparse_product(x, p, y, q)
 
@@ -168,7 +168,7 @@ def vdot(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     if not _have_ranks(bdims, args, 1, 1):
         return raise_as_one_example(op, bdims, args, kwargs)
     _check_dtypes(op, bdims, args, kwargs)
-    return product(args[0].conj(), bdims[0], args[1], bdims[1])
+    return logical_matmul(args[0].conj(), bdims[0], args[1], bdims[1])
 
 
 @row("aten::linear")
@@ -204,7 +204,7 @@ def linear(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
             (op(x, weight), None) if bdim is None else linear(op, level, (bdim, q), args[:2], {})
         )
     elif rank == 1:
-        out, bdim = product(x, bdim, weight, q)
+        out, bdim = logical_matmul(x, bdim, weight, q)
     else:
         weight = batch_to_front(weight, q)
         if logical_rank(x, bdim) > 1:
@@ -292,7 +292,7 @@ def _pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     """Return the product of the second and the third argument."""
     if bdims[1] is None and bdims[2] is None:
         return args[1].matmul(args[2]), None
-    return product(args[1], bdims[1], args[2], bdims[2])
+    return logical_matmul(args[1], bdims[1], args[2], bdims[2])
 
 
 @row("aten::addmm")
@@ -340,7 +340,7 @@ def _sum_pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None
     bdim = None if p is None else 0
     a = a.movedim(0, 1).flatten(1) if p is None else batch_to_front(a, p).movedim(1, 2).flatten(2)
     b = b.flatten(0, 1) if q is None else batch_to_front(b, q).flatten(1, 2)
-    return product(a, bdim, b, None if q is None else 0)
+    return logical_matmul(a, bdim, b, None if q is None else 0)
 
 
 @row("aten::addbmm")

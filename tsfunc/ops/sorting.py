@@ -25,7 +25,7 @@ from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.refusal import checked, raise_as_one_example, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
-from tsfunc.ops.splitting import agree
+from tsfunc.ops.splitting import check_equal_rows
 from tsfunc.user_code import user_location
 
 
@@ -161,7 +161,7 @@ def one_hot(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
                 f"{SPLIT}."
             )
         most = flatten_logical(x).amax(1)
-        agree(op, level, most)
+        check_equal_rows(op, level, most)
         count = int(most[0]) + 1
     if (type(count) is int and count < 1) or x.dtype is not torch.int64:
         return raise_as_one_example(op, bdims, args, kwargs)

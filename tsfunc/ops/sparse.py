@@ -33,12 +33,14 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
-from tsfunc.ops.splitting import agree
+from tsfunc.ops.splitting import check_equal_rows
 
 Times = Callable[[Tensor, Tensor], Tensor]
 
 
-def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = torch.matmul) -> Any:
+def product_with_sparse(
+    x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = torch.matmul
+) -> Any:
     """Return the product of logical tensors of rank 1 or 2, at least one of them sparse.
 
     ``times`` multiplies by an unbatched sparse matrix. Its derivatives are those of the operator.
@@ -92,7 +94,7 @@ def sparse_product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
     """
     if not is_sparse(x) and not is_sparse(y):
         raise
-    return product(x, p, y, q)
+    return product_with_sparse(x, p, y, q)
 
 
 def _transposed(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
@@ -154,7 +156,7 @@ def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any
 @row("aten::_sparse_mm")
 def sparse_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """``torch.sparse.mm`` of a sparse and a dense matrix, in either order."""
-    return product(args[0], bdims[0], args[1], bdims[1], op)
+    return product_with_sparse(args[0], bdims[0], args[1], bdims[1], op)
 
 
 @row("aten::_sparse_addmm")
@@ -163,7 +165,7 @@ def sparse_addmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     if bdims[1] is None and bdims[2] is None:
         product_of: Any = torch.sparse.mm(args[1], args[2]), None
     else:
-        product_of = product(args[1], bdims[1], args[2], bdims[2], torch.sparse.mm)
+        product_of = product_with_sparse(args[1], bdims[1], args[2], bdims[2], torch.sparse.mm)
     if product_of is NotImplemented:
         return NotImplemented
     out, bdim = product_of
@@ -193,7 +195,7 @@ def linear(op: Any, bdims: BatchDims, args: Args) -> Any:
         out, bdim = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
     else:
         turned, p = (x, bdim) if logical_rank(x, bdim) == 1 else _transposed(x, bdim)
-        multiplied = product(weight, q, turned, p)
+        multiplied = product_with_sparse(weight, q, turned, p)
         if multiplied is NotImplemented:
             return NotImplemented
         out, bdim = multiplied
@@ -334,7 +336,7 @@ def _same_number(op: Any, level: RuleLevel, counts: Tensor, instead: str) -> Non
             refuse_dynamic_size(
                 op, f"Use {instead}() instead, or examples that store as many elements"
             )
-        agree(op, level, counts)
+        check_equal_rows(op, level, counts)
 
 
 @row("aten::_sparse_sum.dim")

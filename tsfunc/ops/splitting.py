@@ -19,7 +19,7 @@ class BatchChanged(Exception):
     """Internal: examples were deferred, so the rule must run again on the remaining batch."""
 
 
-def agree(op: Any, level: RuleLevel, answers: Tensor) -> None:
+def check_equal_rows(op: Any, level: RuleLevel, answers: Tensor) -> None:
     """Check that the rows of ``answers``, one for each example, are equal.
 
     Raises:
@@ -37,10 +37,10 @@ def agree(op: Any, level: RuleLevel, answers: Tensor) -> None:
 
 
 def agree_on_results(op: Any, level: RuleLevel, results: Sequence[Any]) -> None:
-    """Call :func:`agree` on the shapes and Python values of the results of each example."""
+    """Check that the results of the examples are equal in shapes and Python values."""
     known: dict[Any, int] = {}
     kinds = [known.setdefault(_kind(result), len(known)) for result in results]
-    agree(op, level, torch.tensor(kinds, device="cpu"))
+    check_equal_rows(op, level, torch.tensor(kinds, device="cpu"))
 
 
 def _kind(result: Any) -> Any:

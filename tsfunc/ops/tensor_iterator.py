@@ -19,7 +19,7 @@ from tsfunc.ops.shifts import Shift, shifted
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
-def uniform(args: Sequence[Any], bdims: BatchDims) -> bool:
+def is_aligned(args: Sequence[Any], bdims: BatchDims) -> bool:
     """True if all tensors have the same batch dim and rank, so that they need no alignment."""
     lead = bdims[0]
     if lead is None:
@@ -60,7 +60,7 @@ def pointwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
                     return op(x, y, **kwargs), other
             elif bdim == other and x.dim() == y.dim():
                 return op(x, y, **kwargs), bdim
-        elif uniform(args, bdims):
+        elif is_aligned(args, bdims):
             return op(*args, **kwargs), bdims[0]
         if count == 2 and is_mixed(*args):
             raise RuntimeError("torch does not broadcast a sparse value to a dense one")
@@ -77,7 +77,7 @@ def pointwise_inplace(
     x, bdim = args[0], bdims[0]
     if bdim is None:
         refuse_inplace(op)
-    if uniform(args, bdims):
+    if is_aligned(args, bdims):
         op(*args, **kwargs)
         return x, bdim
     promoted = [x, *promote_scalars(args, bdims)[1:]]
@@ -111,7 +111,7 @@ def pointwise_pair(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 @shifted(Shift.SAME)
 def where(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The condition does not affect type promotion."""
-    if uniform(args, bdims):
+    if is_aligned(args, bdims):
         return op(*args, **kwargs), bdims[0]
     x, y = promote_scalars(args[1:], bdims[1:])
     aligned, bdim = align((args[0], x, y), bdims)
@@ -174,7 +174,7 @@ def pointwise_of_equal_shapes(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Broadcast explicitly: these kernels do not broadcast all arguments, or warn about it."""
-    if uniform(args, bdims):
+    if is_aligned(args, bdims):
         return op(*args, **kwargs), bdims[0]
     aligned, bdim = align(args, bdims)
     tensors = [arg for arg in aligned if isinstance(arg, Tensor)]

@@ -209,7 +209,7 @@ def unsqueeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     return (op(x, dim), bdim + 1) if dim < bdim else (op(x, dim + 1), bdim)
 
 
-def along_dim(position: int, removed: bool = False) -> Rule:
+def view_along_dim(position: int, removed: bool = False) -> Rule:
     """Return the rule of a view along one logical dim, the first by default.
 
     Args:
@@ -230,11 +230,12 @@ def along_dim(position: int, removed: bool = False) -> Rule:
 
 
 VIEWS.rows(
-    along_dim(1, removed=True), *aten_names("select.int select_copy.int unbind.int unbind_copy.int")
+    view_along_dim(1, removed=True),
+    *aten_names("select.int select_copy.int unbind.int unbind_copy.int"),
 )
-VIEWS.rows(along_dim(1), *aten_names("slice.Tensor slice_copy.Tensor narrow narrow_copy"))
+VIEWS.rows(view_along_dim(1), *aten_names("slice.Tensor slice_copy.Tensor narrow narrow_copy"))
 VIEWS.rows(
-    along_dim(2),
+    view_along_dim(2),
     *aten_names(
         "split.Tensor split.sizes split_with_sizes split_copy.Tensor split_with_sizes_copy "
         "unsafe_split.Tensor unsafe_split_with_sizes chunk unsafe_chunk tensor_split.sections "

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from tsfunc import ops
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import Trial
-from tsfunc.ops.catalogue.trial_arguments import TrialParameters, arguments, settings
+from tsfunc.ops.catalogue.trial_arguments import TrialParameters, arguments, trial_settings
 from tsfunc.ops.registry import Category
 from tsfunc.types import Dim, MetaTensorType
 
@@ -266,7 +266,7 @@ def _is_plain(signature: Any) -> bool:
 def _taken(name: str) -> tuple[TrialParameters | None, list[dict[str, int]]]:
     """Return a setting that an operator accepts, and the ranks in it; tried on the meta device."""
     trial = Trial(_signature(name), "meta")
-    for setting in settings(trial.signature):
+    for setting in trial_settings(trial.signature):
         ranks = [chosen for chosen, _ in trial.taken(setting)]
         if ranks or trial.calls > 200:
             return (setting, ranks) if ranks else (None, [])

@@ -87,7 +87,7 @@ def abstract_results(label: str, func: Callable[..., Any], args: Args, kwargs: K
     )
 
 
-def without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def results_without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Return a function's result with fake tensors, which have a type and no data.
 
     Raises:

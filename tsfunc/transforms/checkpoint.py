@@ -20,7 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
-from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.trace.trace_level import current_trace
@@ -251,6 +251,6 @@ def _record(
     results = [result for result in traced.end(wanted) if result is not None]
     tensors, numbers, (positions,) = operands_of([traced], 0)
     op = CheckpointCall(Body("checkpointed", traced.level.graph, positions), policy, preserve)
-    out, drawn = filled(traced, call(op, trace, tensors, numbers, results))
+    out, drawn = filled(traced, call_control_flow(op, trace, tensors, numbers, results))
     set_draw_counts(drawn)
     return out

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import is_differentiable, outside_graph, requires_grad, unpack_dual
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.grad.linear_maps import batch_first, is_recorded
+from tsfunc.bridge.grad.linear_maps import is_recorded, value_batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -190,7 +190,7 @@ class _BatchCall:
         for x, recorded in zip(tensors, self.recorded, strict=True):
             own = isinstance(x, BatchTracer) and x.dispatch_level is self.level
             if own and (x.bdim is not None or (recorded and requires_grad(x, self.level))):
-                values.append(batch_first(x, self.level))
+                values.append(value_batch_first(x, self.level))
                 flags.append(True)
             else:
                 values.append(x.value if own else x)

@@ -214,7 +214,7 @@ class NestedInputError(RuntimeError):
     """Internal error: an input is a nested tensor, which has no single size to match."""
 
 
-def mapped(
+def mapped_dims(
     spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
 ) -> tuple[list[int | None], Any]:
     """Return the dims counted from the front, and the size that the mapped dims share.

@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.argnums import flatten_output
 from tsfunc.transforms.forward import jvp
-from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, record
+from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, run_recorded
 from tsfunc.types import MetaTensorType
 from tsfunc.user_code import folding, name_of
 
@@ -113,7 +113,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
         leaves, out_spec = flatten_output(label, func(*pytrees.unflatten(spec, inputs)))
         return leaves, (leaves, out_spec)
 
-    recorded, (leaves, out_spec) = record(run, zeros, primals)
+    recorded, (leaves, out_spec) = run_recorded(run, zeros, primals)
     _check_linear(label, recorded)
 
     @boundary("linear_transpose", func)
@@ -157,7 +157,7 @@ def _check_linear(label: str, recorded: RecordedRun) -> None:
                 f"{label}: the function is not linear: it does not map zeros to zeros (flattened "
                 f"output {i}). Remove the constant part of the function."
             )
-    with autograd.recording(level):
+    with autograd.recording_at(level):
         seeds = [autograd.lift(torch.zeros_like(out), level) for out in recorded.outputs]
         cotangents = autograd.backward(
             recorded.outputs, seeds, recorded.inputs, create_graph=True, retain_graph=True

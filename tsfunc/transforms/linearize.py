@@ -12,7 +12,7 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.transforms.argnums import flatten_output, flatten_tensors, split_aux, with_replaced
-from tsfunc.transforms.reverse import record, vjp
+from tsfunc.transforms.reverse import run_recorded, vjp
 
 API = "linearize(f, *primals)"
 _Result = TypeVar("_Result")
@@ -80,7 +80,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         leaves, out_spec = flatten_output(API, out)
         return leaves, (leaves, out_spec, aux)
 
-    recorded, (outs, out_spec, aux) = record(run, flat, primals)
+    recorded, (outs, out_spec, aux) = run_recorded(run, flat, primals)
     recorded.ended()
     zeros = [torch.zeros_like(x) for x in outs]
     differentiable = [i for i, x in enumerate(outs) if autograd.is_differentiable(x)]

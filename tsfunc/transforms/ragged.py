@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.argnums import is_nested
 from tsfunc.transforms.chunk_sizes import ChunkSizes
-from tsfunc.transforms.in_dims import mapped
+from tsfunc.transforms.in_dims import mapped_dims
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.split import GroupResult, InputSource, Run, Runner, run_traced
 from tsfunc.transforms.tensor_collections import returned_collections
@@ -89,7 +89,7 @@ def match_sources(
                 f"dimension, got nested tensors of {size} and of {len(nested.examples)} examples"
             )
     if any(bdim is not None for bdim in rest):
-        bdims, other = mapped(spec, flat, rest, given)
+        bdims, other = mapped_dims(spec, flat, rest, given)
         if other != size:
             raise ValueError(
                 f"{spec.call()}: Expected all tensors to have the same size in the mapped "

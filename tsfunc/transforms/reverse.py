@@ -117,7 +117,7 @@ class RecordedRun:
             or (can_carry_tangents() and bool(self._inner_levels(cotangents)))
         )
         again = create or autograd.differentiated_by_outer(self.outputs)
-        with autograd.recording(level) if again else autograd.unrecorded(level):
+        with autograd.recording_at(level) if again else autograd.unrecorded(level):
             gradients = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
@@ -146,7 +146,7 @@ class RecordedRun:
         return value if kept else self.released(value)
 
 
-def record(
+def run_recorded(
     func: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     primals: Sequence[torch.Tensor],
     everything: Any,
@@ -155,7 +155,7 @@ def record(
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
-    with autograd.recording(level):
+    with autograd.recording_at(level):
         inputs = [autograd.fresh_input(x, level) for x in traced_inputs(primals, level)]
         with refusing_distribution(inputs):
             outputs, rest = func(inputs)
@@ -215,7 +215,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         leaves, out_spec = flatten_output("vjp(f, *primals)", output)
         return leaves, (leaves, out_spec, aux)
 
-    recorded, (leaves, out_spec, aux) = record(run, flat, primals)
+    recorded, (leaves, out_spec, aux) = run_recorded(run, flat, primals)
     recorded.ended()
 
     @boundary("the pullback of vjp", func)
@@ -285,7 +285,7 @@ def _value_and_grad(
         out, aux = split_aux(api, func(*replace_selected(args, names, new), **kwargs), has_aux)
         return [_check_scalar(api, out)], (out, aux)
 
-    recorded, (out, aux) = record(run, flat, (args, kwargs))
+    recorded, (out, aux) = run_recorded(run, flat, (args, kwargs))
     value = recorded.outputs[0]
     pulled = recorded.pull([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
     value = recorded.released(out)

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tsfunc import pytrees
 from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.grad.autograd import is_differentiable, is_perturbed
-from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
-from tsfunc.bridge.mesh.failures import describe, report
+from tsfunc.bridge.mesh.agreement import await_agreement, exchanged_texts
+from tsfunc.bridge.mesh.failures import error_text, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
 from tsfunc.bridge.mesh.mesh_operators import outermost_trace
-from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
+from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered_mesh
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
@@ -207,12 +207,12 @@ def mesh_of(mesh: Any) -> Mesh:
                 f"shard_map: expected a mesh whose axes have names, got {mesh}. Give it "
                 f"mesh_dim_names=."
             )
-        known = registered({name: mesh.get_group(name) for name in names})
+        known = registered_mesh({name: mesh.get_group(name) for name in names})
         key = id(mesh)
         _of_device_meshes[key] = weakref.ref(mesh, lambda _: _of_device_meshes.pop(key)), known
         return known
     if isinstance(mesh, Mapping):
-        return registered(mesh)
+        return registered_mesh(mesh)
     raise MeshError(
         f"shard_map: expected a DeviceMesh, a VirtualMesh or a dict of process groups, got "
         f"{type(mesh).__name__}."
@@ -265,7 +265,7 @@ class bound:
                 _tell(self._mesh, levels, error)
             elif self._check is not None:
                 for level in levels:
-                    agree(self._mesh, level.axis_name, "the end of the body")
+                    await_agreement(self._mesh, level.axis_name, "the end of the body")
         finally:
             for level in reversed(levels):
                 level.__exit__(None, None, None)
@@ -289,7 +289,7 @@ def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None
     for axis in informed:
         if axis != known:
             with suppress(RuntimeError):  # the group can't be reached any more
-                exchanged_texts(mesh, axis, describe(error))
+                exchanged_texts(mesh, axis, error_text(error))
 
 
 def _refuse_hidden(axes: Sequence[Hashable]) -> None:

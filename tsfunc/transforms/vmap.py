@@ -36,7 +36,7 @@ from tsfunc.transforms.chunks import (
     chunk_sizes_for_group,
     run_in_chunks,
 )
-from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
+from tsfunc.transforms.in_dims import mapped_dims, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources
@@ -197,7 +197,7 @@ class _BatchedCalls:
         spec = self.spec
         given, flat, tree, dims = self._inputs(args, kwargs)
         try:
-            bdims, size = mapped(spec, flat, dims, given)
+            bdims, size = mapped_dims(spec, flat, dims, given)
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise

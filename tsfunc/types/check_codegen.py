@@ -39,7 +39,7 @@ class Described(Generated, Protocol):
         """All sizes in the descriptor."""
 
 
-def generate(type_: Generated, decide: Callable[[Any], Fits]) -> Fits:
+def generate_type_check(type_: Generated, decide: Callable[[Any], Fits]) -> Fits:
     """Return a function of a value that returns True only if the value has the type.
 
     Args:

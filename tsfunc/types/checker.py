@@ -13,7 +13,7 @@ import torch
 from tsfunc.errors import AnnotationError
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.base import TSAllType, TSType
-from tsfunc.types.check_codegen import Fits, generate, never
+from tsfunc.types.check_codegen import Fits, generate_type_check, never
 from tsfunc.types.check_context import CheckContext, Mismatch
 from tsfunc.types.classes import interface_methods
 from tsfunc.types.dims import Dim, DimForm
@@ -57,7 +57,7 @@ def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]
 @functools.lru_cache(maxsize=4096)
 def predicate(type_: TSAllType) -> Fits:
     """Return a function that returns True only for values of a type; it can miss some of them."""
-    return never if leaves_names_open(type_) else generate(type_, decide)
+    return never if leaves_names_open(type_) else generate_type_check(type_, decide)
 
 
 def decide(type_: TSAllType) -> Fits:

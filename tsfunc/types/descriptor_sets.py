@@ -19,7 +19,7 @@ from tsfunc.errors import DescriptorError
 from tsfunc.types.classes import class_type
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.lattice import common_order, is_below, join_pairs
+from tsfunc.types.lattice import is_below, join_pairs, ordered_intersection
 from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
 from tsfunc.types.reading import as_descriptor, parse_descriptor
 from tsfunc.types.single import ANY, TSTensor, literal
@@ -144,7 +144,7 @@ class Descriptors(Mapping[str, Descriptor]):
             return min(self, right, key=str)
         if below or above:
             return right if below else self
-        names = common_order(self, right)
+        names = ordered_intersection(self, right)
         joined = join_pairs([(self[name], right[name]) for name in names])
         pairs = zip(names, joined, strict=True)
         return Descriptors({name: each for name, each in pairs if each != ANY})

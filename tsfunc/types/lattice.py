@@ -236,7 +236,7 @@ class _Join:
             ):
                 own = dict(zip(entries, ones, strict=True))
                 by_entry = dict(zip(other_entries, others, strict=True))
-                both = common_order(entries, other_entries)
+                both = ordered_intersection(entries, other_entries)
                 return TSPytree(kind, both, tuple(self.of(own[x], by_entry[x]) for x in both))
             case _ if left.by_parts and left.differs_in_parts(right):
                 return left.with_parts(self.each(left.parts, right.parts))
@@ -339,7 +339,7 @@ def _without_names(meta: MetaTensorType) -> MetaTensorType:
     return join_descriptions(meta, meta, opened)
 
 
-def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
+def ordered_intersection(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
     """Return the common elements in their common order; sorted if the two orders differ."""
     one, other = list(ones), list(others)
     left, right = [x for x in one if x in other], [x for x in other if x in one]

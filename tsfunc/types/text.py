@@ -38,7 +38,7 @@ from tsfunc.types.values import (
     TENSOR_NAMES,
     TENSOR_WORD,
     Attribute,
-    find,
+    find_object,
     names_of_class,
     tensor_fields,
 )
@@ -171,7 +171,7 @@ class _Reader:
         return self.of_call(value)
 
     def look_up(self, name: str) -> Any:
-        value = find(name, self.scope)
+        value = find_object(name, self.scope)
         if value is None:
             raise self.error(
                 f"{name} is neither a word of the grammar nor a class that can be found; give the "

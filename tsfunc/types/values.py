@@ -321,7 +321,7 @@ _lock = threading.Lock()
 
 
 def class_name(cls: type) -> str:
-    """Return the name by which ``find`` finds the class.
+    """Return the name by which ``find_object`` finds the class.
 
     Example:
         >>> class_name(torch.nn.Linear), class_name(complex)
@@ -350,7 +350,7 @@ def _free(name: str) -> str:
     return next(each for each in names if each not in _claims and _imported(each) is None)
 
 
-def find(name: str, scope: Mapping[str, object]) -> Any:
+def find_object(name: str, scope: Mapping[str, object]) -> Any:
     """Return the object that a dotted name refers to, or None.
 
     Args:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tsfunc
-from tsfunc.bridge.tracers.schemas import registered
+from tsfunc.bridge.tracers.schemas import registered_overloads
 from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops import Category, all_rows, lookup
 from tsfunc.ops.catalogue import lookup as module
-from tsfunc.ops.catalogue.counts import CENSUS_2020, rows
+from tsfunc.ops.catalogue.counts import CENSUS_2020, census_rows
 from tsfunc.ops.catalogue.facts import ResultDims
 from tsfunc.ops.catalogue.operator_table import read_table
 
@@ -100,7 +100,7 @@ def test_objects_that_are_not_operators() -> None:
 
 
 def test_the_rows_equal_the_lookups() -> None:
-    available = set(registered("aten"))
+    available = set(registered_overloads("aten"))
     for name, row in all_rows().items():
         if name in available:
             assert lookup(name).rule is row.rule, name
@@ -119,8 +119,8 @@ def test_operators_and_census() -> None:
 
 def test_the_counts_of_2020() -> None:
     assert sum(CENSUS_2020.values()) == 1364
-    assert ("TensorIterator", 505) in [(label, then) for label, _, then in rows()]
-    assert ("Other", None) in [(label, then) for label, _, then in rows()]
+    assert ("TensorIterator", 505) in [(label, then) for label, _, then in census_rows()]
+    assert ("Other", None) in [(label, then) for label, _, then in census_rows()]
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import torch
 
 import tsfunc
 from tools.catalogue import PAGE, try_all, with_census
-from tsfunc.bridge.tracers.schemas import operator_signature, registered
+from tsfunc.bridge.tracers.schemas import operator_signature, registered_overloads
 from tsfunc.ops import Category, all_rows
-from tsfunc.ops.catalogue.decisions import read
+from tsfunc.ops.catalogue.decisions import read_decisions
 from tsfunc.ops.catalogue.operator_table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence
 
 TABLE = read_table()
-NAMES = registered("aten")
+NAMES = registered_overloads("aten")
 # The table is made with one release of torch; other releases add and remove operators.
 same_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the table is made with torch 2.13"
@@ -68,14 +68,14 @@ def test_every_decision_is_about_an_operator_that_there_is() -> None:
     bare = {name.partition("::")[2] for name in NAMES}
     bare |= {name.partition("::")[2] for name in TABLE}  # torch 2.14 has no cholesky and no qr
     known = bare | {name.partition(".")[0] for name in bare}
-    decisions = read()
+    decisions = read_decisions()
     words = [*decisions.exact, *decisions.data_dependent]
     words += [decision.follows for decision in decisions.exact.values() if decision.follows]
     assert [word for word in words if word.removesuffix(".default") not in known] == []
 
 
 def test_every_pattern_decides_something() -> None:
-    decisions = read()
+    decisions = read_decisions()
     sources = {line.source for line in TABLE.values()}
     for pattern, decision in decisions.patterns:
         assert f"decided: {decision.reason}" in sources, pattern

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from tsfunc.bridge.tracers.schemas import registered
+from tsfunc.bridge.tracers.schemas import registered_overloads
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import RANKS, _choices
-from tsfunc.ops.catalogue.trial_arguments import arguments, settings
+from tsfunc.ops.catalogue.trial_arguments import arguments, trial_settings
 
 KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int, "float": float, "number": (int, float), "bool": bool, "str": str,
@@ -20,10 +20,10 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def test_an_argument_without_a_default_gets_a_value_of_its_type() -> None:
-    for name in registered("aten"):
+    for name in registered_overloads("aten"):
         signature = reader().signature(name)
         assert signature is not None
-        setting = next(iter(settings(signature)))
+        setting = next(iter(trial_settings(signature)))
         args, kwargs = arguments(signature, {}, setting, lambda *_: torch.ones(()))
         for argument, value in zip(signature.inputs, args, strict=False):
             given = kwargs.get(argument.name, value)

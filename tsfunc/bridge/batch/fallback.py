@@ -54,7 +54,7 @@ def without_rule(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) ->
             out = run_decomposition(decomposition, level, args, kwargs)
             if out is not NotImplemented:
                 return out
-    return loop(op, level, args, kwargs)
+    return loop_over_examples(op, level, args, kwargs)
 
 
 def describe_execution(name: str) -> str:
@@ -154,7 +154,7 @@ def _implementation_of(prim: Any) -> Callable[..., Any] | None:
 _warned: set[str] = set()
 
 
-def loop(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
+def loop_over_examples(op: Operator, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run the operator once for each example and stack the results.
 
     Raises:

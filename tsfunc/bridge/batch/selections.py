@@ -37,7 +37,7 @@ from tsfunc.bridge.tracers.tracer import (
     call_below_function,
     innermost_level,
 )
-from tsfunc.bridge.writing.emulated_views import state_of
+from tsfunc.bridge.writing.emulated_views import storage_state
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.refusal import require
@@ -212,7 +212,7 @@ def select(x: torch.Tensor, items: Sequence[Any]) -> Any:
     """``x[items]``, where one item is a lazy mask and the others are basic items."""
     view, mask, before = view_of(x, items)
     after = view.dim() - before - mask.dim()
-    source = mask, state_of(mask)
+    source = mask, storage_state(mask)
     elements = view.flatten(before, -1 - after) if mask.dim() else view.unsqueeze(before)
     flat = mask.clone().reshape(-1)
     if flat.shape[0]:
@@ -250,7 +250,7 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
     """Return a selection as the values of a write by ``mask``, with ``right`` dims after it."""
     if value.after != right:
         value.refuse("a write to dims that it does not have")
-    elements = value.on(mask.reshape(-1), (mask, state_of(mask)))
+    elements = value.on(mask.reshape(-1), (mask, storage_state(mask)))
     if not mask.dim():
         return elements.squeeze(value.at)
     return elements.unflatten(value.at, mask.shape)

@@ -19,10 +19,10 @@ from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.grad.linear_maps import (
     LinearMap,
     at_level,
-    batch_first,
     batched_value,
     linear,
     rebuilt,
+    value_batch_first,
 )
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -127,7 +127,7 @@ class Collective(LinearMap):
                 return self.physical(*batched_value(value, self.level))
             # An inner level has its own batch dim, which is moved to the front and stays there.
             batched = getattr(value, "bdim", None) is not None
-            inner = batch_first(value, level) if batched else value.value
+            inner = value_batch_first(value, level) if batched else value.value
             out = self.with_leading_dims(batched).of(inner)
             return rebuilt(value, out, 0 if batched else None)
 

@@ -29,7 +29,7 @@ from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.ops.dims import dense_strides
 
 
-def call(
+def call_control_flow(
     op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
     results: Sequence[TracedResult],
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -168,7 +168,7 @@ class _Recorded(Function):
             own = [_without_gaps(_like(inputs[i]), trace) for i in wrt]
             wanted = [_mapped(one, inside, trace) for one in own]
             operands = [*inputs, *given, *ctx.states]
-            gradients = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
+            gradients = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
                 pulled[i] = value
         return (None, None, None, *pulled)
@@ -181,7 +181,7 @@ class _Recorded(Function):
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *given, *ctx.states]
         dense = [_without_gaps(result, ctx.call.trace) for result in results]
-        pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, dense)
+        pushed = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, dense)
         return tuple(
             t if differentiable else None
             for t, differentiable in zip(pushed, ctx.differentiable, strict=True)

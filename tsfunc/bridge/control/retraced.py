@@ -46,7 +46,7 @@ def retraced(
     Raises:
         NoTorchOperator: the function can't be traced so.
     """
-    values = [value_of(node) for node in nodes]
+    values = [fake_value(node) for node in nodes]
     symbols = _symbols_of(values)
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     with torch_state.outside_all_transforms(), outside_modes():
@@ -74,7 +74,7 @@ def retraced(
     return Body(name, level.graph, inputs), numbers.nodes, constants
 
 
-def value_of(node: Any) -> Any:
+def fake_value(node: Any) -> Any:
     """Return the fake value of a node, or its symbolic number; a number is returned unchanged.
 
     Raises:

@@ -36,11 +36,11 @@ from tsfunc.bridge.control.subset_arguments import (
 from tsfunc.bridge.grad.linear_maps import (
     LinearMap,
     at_level,
-    batch_first,
     batched_value,
     is_recorded,
     linear,
     rebuilt,
+    value_batch_first,
 )
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
@@ -354,7 +354,7 @@ class Select(LinearMap):
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         assert self.source is not None
-        return (scatter(cotangent, self.subset, self.source),)
+        return (scatter_subset(cotangent, self.subset, self.source),)
 
 
 class _Scatter(LinearMap):
@@ -380,7 +380,7 @@ class _Scatter(LinearMap):
         return (self.subset.remap(cotangent),)
 
 
-def scatter(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
+def scatter_subset(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
     """Return a tensor of an ancestor: the subset's values, and zeros for other examples."""
     return linear(_Scatter(subset, target), (at_level(value, subset),))
 
@@ -429,7 +429,7 @@ class Merge(LinearMap):
             inner = [v.value for v in lifted]
         else:
             assert isinstance(level, BatchLevel)
-            inner = [batch_first(v, v.dispatch_level) for v in lifted]
+            inner = [value_batch_first(v, v.dispatch_level) for v in lifted]
         inner = [at_level(v, part) for v, part in zip(inner, self.parts, strict=True)]
         merged = linear(self, inner)
         if isinstance(level, BatchLevel):

@@ -199,12 +199,12 @@ Order = list[int]
 def common_order(values: Sequence[Any]) -> Order | None:
     """Return the order that results of several bodies are copied into; None if none is needed."""
     first, *others = values
-    if first is None or all(same_layout(first, other) for other in others):
+    if first is None or all(have_same_strides(first, other) for other in others):
         return None
     return order_of(first) or [*range(first.dim())]
 
 
-def same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
+def have_same_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
     """True if two traced tensors of one shape have the same strides, whatever their sizes are.
 
     The strides of dims of one element do not count, and neither do those of other layouts.

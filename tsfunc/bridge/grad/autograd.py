@@ -142,7 +142,7 @@ class _Recorded:
             level.torch_state.grad_mode, level.torch_state.paused = self._captured
 
 
-class recording(_Recorded):
+class recording_at(_Recorded):
     """Context manager: autograd records on the tensors of a level; None for plain tensors.
 
     Inside of another derivative, plain tensors reach the kernels of NOTE [derivatives of forward

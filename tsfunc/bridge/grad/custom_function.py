@@ -33,7 +33,7 @@ from tsfunc.bridge.grad.mapped_function import (
     results_of_rule,
     rewrapped,
     torch_jvp,
-    value_of,
+    value_at_level,
     with_outer_tangents,
 )
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
@@ -169,7 +169,7 @@ def _apply_at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return hooks.record_function.provided(cls, trace, args)
     if isinstance(level, TraceLevel):
         return torch_apply(cls, *args)
-    if not mapped and not any(is_perturbed(value_of(arg, level), True) for arg in args):
+    if not mapped and not any(is_perturbed(value_at_level(arg, level), True) for arg in args):
         return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
         return _apply_inside(cls, level, args)
@@ -248,7 +248,7 @@ def _shared(x: Any, level: TracerLevel) -> Any:
 def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     """Apply the class to the values inside of the level's tracers, and wrap the results."""
     if not isinstance(level, BatchLevel):
-        values = [value_of(arg, level) for arg in args]
+        values = [value_at_level(arg, level) for arg in args]
         with level.restored():
             outs = apply_hook.apply_seen(cls, tuple(values))
         leaves, tree = pytrees.flatten(outs)
@@ -273,7 +273,7 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
             f"vmap: {cls.__name__} has generate_vmap_rule=True and a vmap staticmethod: which of "
             f"them is meant can't be told. Remove one."
         )
-    values = [value_of(arg, level) for arg in args]
+    values = [value_at_level(arg, level) for arg in args]
     dims = pytrees.unflatten(tree, [bdim_of(arg, level) for arg in args])
     info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
     called = f"{cls.__qualname__}.apply"

@@ -108,7 +108,7 @@ def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, 
     return inner.unsqueeze(0).expand(level.batch_size, *inner.shape), 0
 
 
-def batch_first(value: BatchTracer, level: BatchLevel) -> torch.Tensor:
+def value_batch_first(value: BatchTracer, level: BatchLevel) -> torch.Tensor:
     """Return the physical value of a tracer of the level, with a batch dim in front."""
     inner, dim = batched_value(value, level)
     return inner.movedim(dim, 0)

@@ -44,7 +44,7 @@ def has_setup(cls: Any) -> bool:
     return cls.setup_context is not _torch_setup_context
 
 
-def value_of(arg: Any, level: TracerLevel) -> Any:
+def value_at_level(arg: Any, level: TracerLevel) -> Any:
     """Return the value of a tracer of the level; other arguments are returned unchanged."""
     own = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
     return arg.value if own else arg
@@ -237,8 +237,8 @@ class MappedFunction:
             self.results = len(tracers)
             self._keep(ctx, level, values, tracers)
             self.out_dims = [bdim_of(x, level) for x in tracers]
-            written = [value_of(x, level) for x in ctx.dirty]
-            results = [value_of(x, level) for x in tracers]
+            written = [value_at_level(x, level) for x in ctx.dirty]
+            results = [value_at_level(x, level) for x in tracers]
             for i, x in enumerate(results[: self.results]):
                 if isinstance(x, torch.Tensor) and not any(x is one for one in written):
                     results[i] = unaliased(x, values)
@@ -257,10 +257,10 @@ class MappedFunction:
     ) -> None:
         """Record the ctx; its tensors that are neither inputs nor results join the results."""
         stored, self.state_tree = pytrees.flatten(vars(ctx))
-        known = [value_of(x, level) for x in results]
+        known = [value_at_level(x, level) for x in results]
         self.state = []
         for leaf in stored:
-            value = value_of(leaf, level)
+            value = value_at_level(leaf, level)
             position = _place(value, values, known)
             if position is None and isinstance(value, torch.Tensor):
                 position = ("result", len(results))
@@ -340,7 +340,7 @@ class MappedFunction:
         shape = self.shapes[i]
         if shape is not None and x.shape != shape:
             x = x.sum_to_size(shape)
-        value, bdim, to = value_of(x, level), bdim_of(x, level), self.bdims[i]
+        value, bdim, to = value_at_level(x, level), bdim_of(x, level), self.bdims[i]
         if to is None:
             if bdim is not None:
                 return value.sum(bdim)
@@ -355,7 +355,7 @@ class MappedFunction:
     def _tangent(self, x: Any, i: int, level: TracerLevel) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        value, bdim, to = value_of(x, level), bdim_of(x, level), self.out_dims[i]
+        value, bdim, to = value_at_level(x, level), bdim_of(x, level), self.out_dims[i]
         return value if to is None else expand_at(value, bdim, _size(level), to)
 
 
@@ -477,7 +477,7 @@ def _distinct_values(args: Sequence[Any], level: TracerLevel) -> list[Any]:
     Two tracers, or a tracer and a plain tensor, can have one value with two batch dims, of which a
     level differentiates by one alone. A stored tensor is found again by its identity (``_place``).
     """
-    values = [value_of(arg, level) for arg in args]
+    values = [value_at_level(arg, level) for arg in args]
     first: dict[int, Any] = {}
     for i, (value, arg) in enumerate(zip(values, args, strict=True)):
         if isinstance(value, torch.Tensor) and first.setdefault(id(value), arg) is not arg:

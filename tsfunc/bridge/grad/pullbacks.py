@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 _Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def call(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_with_tangents(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator with arguments that have tangents at their level."""
     level = innermost_level(args)
     positions = [position for position, arg in enumerate(args) if autograd.is_differentiable(arg)]
@@ -59,7 +59,7 @@ def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) 
     if any(autograd.unpack_dual(value)[1] is not None for value in values):
         return call_torch_apply(_Node, function, level, torch.is_grad_enabled(), *values)
     create = torch.is_grad_enabled()
-    with autograd.recording(level):
+    with autograd.recording_at(level):
         outs = function(values)
     return outs if create else [autograd.detached(out) for out in outs]
 
@@ -75,7 +75,7 @@ class _Node(Function):
         ctx.save_for_backward(*values)
         ctx.save_for_forward(*values)
         ctx.set_materialize_grads(False)
-        with autograd.outside_graph(grad_mode), autograd.recording(level):
+        with autograd.outside_graph(grad_mode), autograd.recording_at(level):
             primals = [autograd.unpack_dual(value)[0] for value in values]
             leaves = [autograd.fresh_input(autograd.detached(x), level) for x in primals]
             outs = function(leaves)
@@ -126,7 +126,7 @@ def _tangents(
     level: TracerLevel | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the tangents of the function's results; None for one that is not differentiable."""
-    with autograd.recording(level):
+    with autograd.recording_at(level):
         primals = [autograd.unpack_dual(value)[0] for value in values]
         positions = [i for i, tangent in enumerate(tangents) if tangent is not None]
         for i in positions:

@@ -183,7 +183,9 @@ def _power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
     base = base.to(dtype)
     if exponent.is_floating_point():  # else its gradient would be of another type
         exponent = exponent.to(dtype)
-    return pullbacks.call(_recorded_power, torch.broadcast_tensors(base, exponent), {})
+    return pullbacks.call_with_tangents(
+        _recorded_power, torch.broadcast_tensors(base, exponent), {}
+    )
 
 
 def _recorded_power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
@@ -248,7 +250,7 @@ def _replaced(
     wanted = not below_autograd() and applies((*args, *kwargs.values()))
     if wanted or _is_of_number(overload, args):
         if decomposition is None:
-            return pullbacks.call(overload, args, kwargs)
+            return pullbacks.call_with_tangents(overload, args, kwargs)
         out = decomposition(*args, **kwargs)
         if out is not NotImplemented:
             return out

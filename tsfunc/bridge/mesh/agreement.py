@@ -26,7 +26,7 @@ _LARGEST = dist.AllreduceOptions()
 _LARGEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 
-def agree(mesh: Mesh, axis: str, text: str, note: str = "") -> None:
+def await_agreement(mesh: Mesh, axis: str, text: str, note: str = "") -> None:
     """Return after all ranks along an axis have called this function with the same text.
 
     Args:
@@ -65,7 +65,7 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
     known = mesh_named(text)
     if mark.startswith("program:") and (axis, mark) not in known.agreed:
         text = f"{mark.replace(':', ' ')}, {call or 'compiled'}"
-        agree(known, axis, text, f" at {user_location()}")
+        await_agreement(known, axis, text, f" at {user_location()}")
         known.agreed.add((axis, mark))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.agreement import agree, agree_on_program
+from tsfunc.bridge.mesh.agreement import agree_on_program, await_agreement
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named, split_check
 from tsfunc.bridge.tracers.interrupts import resets
@@ -78,13 +78,15 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
             if kind in ("leave", "share", "join")
             else "an argument whose spec"
         )
-        agree(
+        await_agreement(
             mesh,
             axis,
             f"{where} guarantees equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
-        agree(mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}")
+        await_agreement(
+            mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}"
+        )
 
 
 class _Transposed(threading.local):

@@ -101,10 +101,10 @@ def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> 
     mesh.reported = id(error)
     for axis in mesh.sizes:
         if axis != known and axis not in informed:
-            _write(mesh, axis, f"{mesh.reports} {describe(error)[:_LONGEST]}")
+            _write(mesh, axis, f"{mesh.reports} {error_text(error)[:_LONGEST]}")
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error with its line, for the message of another rank."""
     location = error_location(error)
     if location.file.startswith(LIBRARIES):  # the user's frames are not in the traceback yet

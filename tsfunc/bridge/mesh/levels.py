@@ -16,9 +16,14 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.mesh.agreement import agree
+from tsfunc.bridge.mesh.agreement import await_agreement
 from tsfunc.bridge.mesh.exchanges import exchange_over
-from tsfunc.bridge.mesh.mesh_operators import axis_index, in_trace, is_plain_exchange, mapped
+from tsfunc.bridge.mesh.mesh_operators import (
+    axis_index,
+    exchange_at_levels,
+    in_trace,
+    is_plain_exchange,
+)
 from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch import DispatchKey, Level
@@ -89,7 +94,7 @@ class MeshLevel(Level):
             return exchange_over(self.mesh, check, value, kind, ints, self.axis_name)
         check = self.check_of_calls(in_trace())
         text = f"{self.mesh.text};{check}" if check else self.mesh.text
-        return mapped(value, kind, list(ints), self.axis_name, text)
+        return exchange_at_levels(value, kind, list(ints), self.axis_name, text)
 
     def check_of_calls(self, traced: bool) -> str:
         """Return the check of a collective, as exchanges have it.
@@ -142,7 +147,9 @@ def agree_on_generators(levels: Sequence[MeshLevel]) -> None:
     if torch.cuda.is_initialized():
         digest.update(bytes(torch.cuda.get_rng_state().tolist()))
     for level in checked:
-        agree(level.mesh, level.axis_name, f"torch's generators in the state {digest.hexdigest()}")
+        await_agreement(
+            level.mesh, level.axis_name, f"torch's generators in the state {digest.hexdigest()}"
+        )
 
 
 def mesh_levels() -> list[MeshLevel]:

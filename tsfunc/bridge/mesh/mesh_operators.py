@@ -151,13 +151,13 @@ class _Exchange(Function):
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
         with nullcontext() if ctx.location is None else transposing(ctx.location):
-            pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
+            pulled = exchange_at_levels(cotangent, *transposed(kind, ints), axis, mesh)
         return (None, None, pulled, None, None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, _keys: Any, _grad_mode: Any, tangent: Any, *_: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
-        return mapped(tangent, kind, list(ints), axis, mesh)
+        return exchange_at_levels(tangent, kind, list(ints), axis, mesh)
 
 
 def _below_autograd(keys: Any, x: Tensor, *call: Any) -> Any:
@@ -178,7 +178,7 @@ def _autograd(keys: Any, x: Tensor, *call: Any) -> Any:
 _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 
-def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
+def exchange_at_levels(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
     """Return an exchange of a tensor at any level."""
     if is_plain_exchange(x):
         return exchange(x, kind, ints, axis, mesh)

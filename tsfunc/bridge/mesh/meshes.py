@@ -105,7 +105,7 @@ def sizes_of(text: str) -> Mapping[str, int]:
 _registered: dict[str, Mesh] = {}
 
 
-def registered(groups: Mapping[str, Any]) -> Mesh:
+def registered_mesh(groups: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the groups, registered so that programs can name it.
 
     Raises:

@@ -32,12 +32,12 @@ __all__ = [
     "by_risk",
     "compilation",
     "covered",
+    "dependency_table",
     "derivatives",
     "dispatching",
     "distributed",
     "missing",
     "modules",
-    "table",
 ]
 
 
@@ -47,7 +47,7 @@ def by_risk() -> Iterator[PrivateNames]:
         yield from (entry for entry in PRIVATE_NAMES if entry.risk is risk)
 
 
-def table() -> str:
+def dependency_table() -> str:
     """Return the list as the Markdown table of ``docs/dependencies.md``."""
     lines = ["| risk | purpose | names | stand-in |", "|---|---|---|---|"]
     for entry in by_risk():

@@ -178,7 +178,7 @@ def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
     )
 
 
-def copied(rule: Callable[..., Any]) -> Callable[..., Any]:
+def copying_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of the operator that copies views, given the rule of the views."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
@@ -190,9 +190,9 @@ def copied(rule: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-shape_rule("slice_copy.Tensor")(copied(slice_of))
-shape_rule("diagonal_copy")(copied(diagonal_of))
-shape_rule("unfold_copy")(copied(unfold_of))
+shape_rule("slice_copy.Tensor")(copying_rule(slice_of))
+shape_rule("diagonal_copy")(copying_rule(diagonal_of))
+shape_rule("unfold_copy")(copying_rule(unfold_of))
 
 
 def has_symbols_in(sizes: Sequence[Any]) -> bool:

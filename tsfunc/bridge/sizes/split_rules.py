@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.shape_environment import count_of
-from tsfunc.bridge.sizes.shape_rules import copied, is_of_data, known, shape_rule, view_like
+from tsfunc.bridge.sizes.shape_rules import copying_rule, is_of_data, known, shape_rule, view_like
 from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.ops.dims import wrap_dim
 
@@ -95,5 +95,5 @@ def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
     return _parts(x, dim, [(size + (count - 1 - i)) // count for i in range(count)])
 
 
-shape_rule("unbind_copy.int")(copied(unbind_of))
-shape_rule("split_copy.Tensor")(copied(split_of))
+shape_rule("unbind_copy.int")(copying_rule(unbind_of))
+shape_rule("split_copy.Tensor")(copying_rule(split_of))

@@ -143,7 +143,7 @@ def _as_fakes(examples: Sequence[torch.Tensor]) -> tuple[FakeTensorMode, Sequenc
     return mode, examples
 
 
-def backend_of(name: str) -> Backend:
+def find_backend(name: str) -> Backend:
     """Return a torch backend by its name.
 
     Raises:

@@ -39,7 +39,7 @@ from tsfunc.bridge.trace.tensor_guards import is_user_query
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
-from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
+from tsfunc.bridge.tracers.backward import graph_leaves, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.tracer import BackwardPass
@@ -98,7 +98,7 @@ class BackwardPasses:
         if any(x.tracks for x in given):
             self.require()
         with DisableTorchFunctionSubclass():
-            leaves = list(leaves_of(call.results)) if call.inputs is None else call.inputs
+            leaves = list(graph_leaves(call.results)) if call.inputs is None else call.inputs
             if call.accumulates:
                 for leaf in leaves:
                     self._reach(leaf)

@@ -46,7 +46,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     set_class,
     stride,
 )
-from tsfunc.bridge.trace.tracer_copies import copied
+from tsfunc.bridge.trace.tracer_copies import tracer_copy
 from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.current_level import current_level
@@ -394,7 +394,7 @@ def traced_as(
         if metadata is not None:
             tracer = TraceTracer.of_metadata(metadata, value.storage_offset(), level)
         elif has_symbols(value.shape, {}):
-            tracer = copied(TraceTracer, value, level, level.results.metadata, level.originals)
+            tracer = tracer_copy(TraceTracer, value, level, level.results.metadata, level.originals)
         if tracer is None:
             with suppress_guards(level.fake):  # strides and offsets may be symbolic
                 tracer = TraceTracer.make(value, level)

@@ -27,7 +27,7 @@ class _Original(torch.Tensor):
         raise AssertionError(f"the original of copied tracers is in a call: {call}")
 
 
-def copied(
+def tracer_copy(
     cls: type[T],
     value: Any,
     level: TracerLevel,

@@ -42,7 +42,7 @@ def backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     level = innermost_level((*args, *kwargs.values()))
     call = BackwardPass(results, inputs, True, not _keeps_graph(given))
     if level is None or not level.allows_backward_outside(call):
-        leaves = list(leaves_of(results)) if inputs is None else inputs
+        leaves = list(graph_leaves(results)) if inputs is None else inputs
         if not leaves or not all(map(_graph_is_internal, (*results, *leaves))):
             raise RuntimeError(
                 _refuse_use_in_backward(level.name if level is not None else "a transform")
@@ -91,7 +91,7 @@ def nodes_of(results: Sequence[Any]) -> Iterator[Any]:
         todo += nodes
 
 
-def leaves_of(results: Sequence[Any]) -> Iterator[Any]:
+def graph_leaves(results: Sequence[Any]) -> Iterator[Any]:
     """Yield the leaves of an autograd graph, which get its gradients."""
     yield from (x for x in results if x.requires_grad and x.grad_fn is None)
     yield from (node.variable for node in nodes_of(results) if hasattr(node, "variable"))

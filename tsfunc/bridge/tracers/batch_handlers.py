@@ -59,7 +59,7 @@ from tsfunc.bridge.tracers.operators import (
 )
 from tsfunc.bridge.tracers.parsing import Form
 from tsfunc.bridge.tracers.python_functions import LOSES_ARGUMENTS, handle_with_all_arguments
-from tsfunc.bridge.tracers.recipes import record
+from tsfunc.bridge.tracers.recipes import record_recipes
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
@@ -430,7 +430,7 @@ def _use_compiled() -> None:
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "call_errors": (BatchChanged, *CALL_ERRORS),
-        "record": record, "tracer_level": TracerLevel,
+        "record": record_recipes, "tracer_level": TracerLevel,
         "value": sys.intern("value"), "bdim": sys.intern("bdim"),
         "dispatch_level": sys.intern("dispatch_level"), "lift": sys.intern("lift"),
         "torch_function": sys.intern("__torch_function__"),

@@ -206,7 +206,7 @@ class BatchTracer(Tracer):
     def read(self, name: str) -> Any:
         if self.bdim is None:
             return getattr(self.value, name)()
-        return read(self, name)
+        return read_value(self, name)
 
     def describe(self) -> str:
         from tsfunc.bridge.tracers.texts import text_of, value_text
@@ -345,7 +345,7 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) 
         )  # fmt: skip
 
 
-def read(tracer: BatchTracer, name: str) -> Any:
+def read_value(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:

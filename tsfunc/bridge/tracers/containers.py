@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from tsfunc.pytrees import NAMESPACE
 
 
-def register(kind: type) -> bool:
+def register_container(kind: type) -> bool:
     """Register a class of torch's pytrees with this package's pytrees; True if there is one."""
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is None:

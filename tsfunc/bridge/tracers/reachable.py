@@ -157,7 +157,7 @@ class Reachable:
         yield from held
         if is_installed(function):
             return
-        names = names_in(function.__code__)
+        names = names_in_code(function.__code__)
         for name in sorted(names - self._names):
             yield from self._unnamed.pop(name, ())
         self._names |= names
@@ -207,10 +207,10 @@ def _imports(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
+def names_in_code(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals, attributes and modules in a function's code and nested code."""
     nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(code.co_names).union(*map(names_in, nested))
+    return frozenset(code.co_names).union(*map(names_in_code, nested))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -148,7 +148,7 @@ def _has_tensors_only(value: Any) -> bool:
     return value is None or type(value) is torch.Tensor
 
 
-def record(
+def record_recipes(
     plan: CallPlan, batch_size: int, kinds: Sequence[Any], args: Args, kwargs: Kwargs, nested: bool
 ) -> tuple[list[Step], list[list[tuple[Any, int | None]]]] | None:
     """Return the calls of a plan's rule and its results with their batch dims, or None.

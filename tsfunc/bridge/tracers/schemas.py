@@ -18,7 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from tsfunc.ops.catalogue.signature import Argument, OperatorSignature, Reader
 
 
-def registered(namespace: str) -> list[str]:
+def registered_overloads(namespace: str) -> list[str]:
     """Return the sorted names of all overloads of a namespace, or of all namespaces if empty."""
     start = f"{namespace}::" if namespace else ""
     return sorted(name for name in _dispatch_get_all_op_names() if name.startswith(start))
@@ -136,5 +136,10 @@ def vmap_rule(name: str) -> Any:
 
 
 READER = Reader(
-    operator_name, operator_signature, overloads_of, registered, has_fake_kernel, vmap_rule
+    operator_name,
+    operator_signature,
+    overloads_of,
+    registered_overloads,
+    has_fake_kernel,
+    vmap_rule,
 )

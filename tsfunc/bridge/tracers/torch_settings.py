@@ -89,7 +89,7 @@ def _autocast_devices() -> tuple[str, ...]:
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
-def mesh_axes() -> str:
+def bound_mesh_axes() -> str:
     """Return the mesh axes that are bound, with their sizes and checks."""
     levels = tls.state.levels
     return "; ".join([level.binding for level in levels if level.binding]) if levels else ""
@@ -113,7 +113,7 @@ _PLAIN = (
     Setting("cudnn.deterministic", _get_cudnn_deterministic),
     Setting("cudnn.benchmark", _get_cudnn_benchmark),
     Setting("float32 matmul precision", _get_float32_matmul_precision),
-    Setting("mesh axes", mesh_axes),
+    Setting("mesh axes", bound_mesh_axes),
 )
 SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
 

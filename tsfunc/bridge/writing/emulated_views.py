@@ -70,7 +70,7 @@ class EmulatedView(TracerHook):
     def __post_init__(self) -> None:
         self.shape, self.stride = self.base.shape, self.base.stride()
         self.recorded = torch.is_grad_enabled()
-        self.seen = state_of(self.base)
+        self.seen = storage_state(self.base)
 
     def view(self) -> torch.Tensor:
         """Return the view of the whole that the user gets."""
@@ -81,7 +81,7 @@ class EmulatedView(TracerHook):
     def sync(self) -> None:
         """Copy again if the base has been written to."""
         sync(self.base)
-        now = state_of(self.base)
+        now = storage_state(self.base)
         if now is not None and self.seen is not None:
             memory, count = self.seen
             if now[0] is memory and now[1] == count:
@@ -110,7 +110,7 @@ class EmulatedView(TracerHook):
         recorded = torch.is_grad_enabled() and by.requires_grad >= self.whole.requires_grad
         with torch.set_grad_enabled(recorded):
             self.put(self.original_base(), self.whole)
-        self.seen = state_of(self.base)
+        self.seen = storage_state(self.base)
 
     @staticmethod
     def serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -136,7 +136,7 @@ class EmulatedView(TracerHook):
         return out
 
 
-def state_of(base: torch.Tensor) -> State | None:
+def storage_state(base: torch.Tensor) -> State | None:
     """Return a tensor's storage and its count of writes, or None if not known."""
     memory = physical(base)
     if memory is None or memory.is_inference():

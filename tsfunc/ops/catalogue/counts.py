@@ -61,7 +61,7 @@ def operators(category: Category | str | None = None) -> list[str]:
     return [name for name in names if category_of(name) is wanted]
 
 
-def rows() -> list[tuple[str, int, int | None]]:
+def census_rows() -> list[tuple[str, int, int | None]]:
     """Return each category's name, its count and its count in 2020 (or None), largest first."""
     now = census()
     ordered = sorted(Category, key=lambda category: -now[category])

@@ -71,6 +71,6 @@ class Decisions:
         return bare in self.data_dependent or bare.partition(".")[0] in self.data_dependent
 
 
-def read() -> Decisions:
+def read_decisions() -> Decisions:
     """Return the decisions that the package ships."""
     return Decisions(Path(__file__).with_name("decided.txt").read_text("utf-8"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tsfunc.ops.catalogue.classify import Overloads, Verdict, verdict
-from tsfunc.ops.catalogue.decisions import read
+from tsfunc.ops.catalogue.decisions import read_decisions
 from tsfunc.ops.catalogue.facts import Facts, ResultDims, facts_of
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.signature import OperatorSignature
@@ -96,7 +96,7 @@ class Classifier:
 
     def __init__(self, evidence: Mapping[str, Evidence]) -> None:
         self.evidence = evidence
-        self.decisions = read()
+        self.decisions = read_decisions()
         self.lines: dict[str, Line] = {}
         self.overloads: Overloads = functools.lru_cache(None)(self._overloads)
 

@@ -19,8 +19,8 @@ from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.catalogue.trial_arguments import (
     TrialParameters,
     arguments,
-    settings,
     tensor_arguments,
+    trial_settings,
 )
 
 RANKS = range(7)
@@ -104,12 +104,12 @@ def _ranks(spans: str) -> list[int]:
     return ranks
 
 
-def tensors(results: Any) -> list[torch.Tensor]:
+def result_tensors(results: Any) -> list[torch.Tensor]:
     """Return the tensors among results, in order."""
     if isinstance(results, torch.Tensor):
         return [results]
     if isinstance(results, (list, tuple)):
-        return [t for item in results for t in tensors(item)]
+        return [t for item in results for t in result_tensors(item)]
     return []
 
 
@@ -146,7 +146,7 @@ class Trial:
         return () if out is None else out
 
     def evidence(self) -> Evidence:
-        for setting in settings(self.signature):
+        for setting in trial_settings(self.signature):
             taken = list(self.taken(setting))
             if taken or self.calls > _IN_ALL[self.device]:
                 break
@@ -190,7 +190,7 @@ class Trial:
 
         ranks = {name: len(shape) for name, shape in shapes.items()}
         try:
-            return tensors(self.run(*arguments(self.signature, ranks, setting, make)))
+            return result_tensors(self.run(*arguments(self.signature, ranks, setting, make)))
         except Exception:
             return []
 
@@ -224,7 +224,7 @@ class Trial:
             torch.manual_seed(0)
             try:
                 args = arguments(self.signature, dict.fromkeys(names, 2), setting, make)
-                results = tensors(self.run(*args))
+                results = result_tensors(self.run(*args))
             except Exception:
                 return None
             return results[0] if results and results[0].shape == base.shape else None

@@ -45,7 +45,7 @@ class TrialParameters:
     optional: bool = False
 
 
-def settings(signature: OperatorSignature) -> Iterator[TrialParameters]:
+def trial_settings(signature: OperatorSignature) -> Iterator[TrialParameters]:
     """Yield the settings to try, the most common first."""
     takes_lists = any(a.type.startswith("int[]") and a.required for a in signature.inputs)
     lengths: list[int | None] = [None, 1, 2, 3, -1, -2, 0, 4, 6] if takes_lists else [None]

@@ -37,7 +37,7 @@ from tsfunc.program.closure.guard_codegen import (
     key_orders,
 )
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.results import state_of
+from tsfunc.program.closure.results import state_names
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.graphs.data import ProgramData
@@ -366,7 +366,7 @@ class CacheMiss:
             argument_paths=self.argument_paths,
             signature=self.parameters,
             guards=Guards.of(everything, self.name_of),
-            state=state_of(
+            state=state_names(
                 self.func, program.lifted, program.updates, len(self.flat), reads.values,
                 instances.builder.read,
             ),

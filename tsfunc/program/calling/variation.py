@@ -183,7 +183,7 @@ def narrowed(
     return assumptions.moved(dims=dims, narrowed=assumptions.narrowed + 1)
 
 
-def with_dims(
+def with_named_dims(
     inputs: Sequence[InputSpec], named_dims: Mapping[str, Dim], at: Mapping[tuple[int, int], Dim]
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
     """Return inputs with named dims in place of some sizes."""
@@ -340,7 +340,7 @@ class Variation:
         names, inputs, named_dims = assumptions.varying, self.inputs, self.named_dims
         at = {self.where[name]: dim for name, dim in assumptions.dims.items()}
         if at:
-            inputs, named_dims = with_dims(inputs, named_dims, at)
+            inputs, named_dims = with_named_dims(inputs, named_dims, at)
         return (
             inputs,
             named_dims,

@@ -474,7 +474,7 @@ class ModuleState:
         return replace(self, module=module)
 
 
-def state_of(
+def state_names(
     func: Callable[..., Any],
     lifted: Mapping[str, torch.Tensor],
     updates: Sequence[Update],
@@ -525,7 +525,7 @@ def names_in_source(
     Args:
         taken: other names in the program.
     """
-    state = state_of(func, lifted, (), 0, (), read)
+    state = state_names(func, lifted, (), 0, (), read)
     used = {*taken, *lifted, *keyword.kwlist}
     names = {}
     for name, text in {**state.attributes, **state.names}.items():

@@ -31,7 +31,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.program.fields import Field
-from tsfunc.types.values import class_name, find, plain_name
+from tsfunc.types.values import class_name, find_object, plain_name
 
 # --- values as JSON: arguments of operators, and arguments of a function that are constants
 
@@ -357,7 +357,7 @@ class Trees:
     def class_of(self, field: Field) -> Any:
         """Return the class of a name."""
         name = field.text()
-        cls = self._classes.get(name) or (find(name, {}) if len(name) < 300 else None)
+        cls = self._classes.get(name) or (find_object(name, {}) if len(name) < 300 else None)
         if not isinstance(cls, type):
             field.fail(
                 f"the class {name[:80]!r} is not known here: import the module that has it, or "

@@ -45,8 +45,8 @@ from tsfunc.bridge.trace.graph_compilers import (
     Backend,
     CompilerFailed,
     any_wrapped,
-    backend_of,
     can_run_compiled,
+    find_backend,
     inductor,
 )
 from tsfunc.bridge.tracers import torch_state
@@ -84,7 +84,7 @@ def resolve(backend: object) -> Backend:
         return functools.partial(inductor, decompositions=DECOMPOSITIONS)
     if isinstance(backend, str):
         try:
-            return backend_of(backend)
+            return find_backend(backend)
         except ValueError as error:
             raise ValueError(f"specialize(backend=...): {error}.") from None
     if not callable(backend):

@@ -34,7 +34,7 @@ import torch.fx
 
 from tsfunc.bridge.batch.recurrent_layers import LAYERS
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
-from tsfunc.bridge.control.retraced import value_of
+from tsfunc.bridge.control.retraced import fake_value
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
@@ -494,7 +494,7 @@ class Writer:
             NoTorchOperator: torch can't trace it.
         """
         try:
-            module = traced_by_torch(form, [value_of(operand) for operand in operands])
+            module = traced_by_torch(form, [fake_value(operand) for operand in operands])
         except NoTorchOperator:
             raise
         except Exception as error:  # torch's errors about unsupported control flow

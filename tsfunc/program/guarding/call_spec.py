@@ -110,7 +110,7 @@ def call_spec_of(
     """Return the description of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
-    specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
+    specs = tuple(dataclasses.replace(s, example=without_memory(s.example, fake)) for s in inputs)
     return CallSpec(
         tree, leaves, specs, dict(named_dims), settings, keyword_order, tuple(numbers),
         tuple(trace_guards),
@@ -147,7 +147,7 @@ def _leaf(value: Any) -> Any:
     return WatchedPlaceholder(type(value)) if is_watched(value) else value
 
 
-def without_data(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
+def without_memory(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
     """Return a tensor of the same dtype, sizes, strides, device and layout without memory."""
     return new_fake_input(
         fake, example.shape, example.stride(), example.dtype, example.device,

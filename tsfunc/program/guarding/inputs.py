@@ -209,7 +209,7 @@ def tensor_inputs(
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, named_dims)
         for dim in dims:
-            used.update(names_in(dim))
+            used.update(dims_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in named_dims.items() if name in used}
 
@@ -258,7 +258,7 @@ def _dims(
     return tuple(dims)
 
 
-def names_in(dim: DimForm) -> tuple[str, ...]:
+def dims_in(dim: DimForm) -> tuple[str, ...]:
     """Return the named dims in a dim."""
     if isinstance(dim, Dim):
         return (dim.name,)
@@ -313,7 +313,7 @@ def with_bounds(spec: InputSpec, dims: Mapping[str, Dim]) -> InputSpec:
 
 def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimForm:
     """Return a dim with some names replaced by numbers."""
-    names = names_in(dim)
+    names = dims_in(dim)
     if not any(name in small for name in names):
         return dim
     if not isinstance(dim, DimExpr) or all(name in small for name in names):

@@ -14,7 +14,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.axis_collectives import named_axes
 from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import NoTorchOperator
-from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.custom_function import torch_apply
@@ -207,7 +207,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     maps = _maps(trace, [unwrap_all(x)[1] for x in tensors], [result.stack for result in results])
     op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
-    outputs = list(call(op, trace, tensors, numbers, results))
+    outputs = list(call_control_flow(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
         outputs[position] = given[i].copy_(outputs[position])
     return filled(body, outputs)

@@ -68,7 +68,7 @@ def takes(func: Callable[..., Any], count: int) -> bool | None:
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def operands_of(
+def unpacked_operands(
     operands: tuple[Any, ...],
     func: Callable[..., Any],
     takes: Callable[[Callable[..., Any], int], bool | None] = takes,

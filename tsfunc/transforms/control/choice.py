@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.grad.linear_maps import batch_first
+from tsfunc.bridge.grad.linear_maps import value_batch_first
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer, current_trace
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
@@ -112,7 +112,7 @@ def choice_of(value: Any, label: str) -> Choice:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             level = inner.dispatch_level
             with level.restored():
-                values = batch_first(inner, level).reshape(level.batch_size)
+                values = value_batch_first(inner, level).reshape(level.batch_size)
             return BatchedChoice(level, values, _known(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
@@ -153,7 +153,7 @@ def _known(value: Any) -> bool:
     return not any(batched) and not isinstance(innermost_value(value, kinds), Tracer)
 
 
-def read(values: Any) -> torch.Tensor:
+def known_data(values: Any) -> torch.Tensor:
     """Return the data of a known tensor."""
     return innermost_value(values)
 
@@ -183,7 +183,7 @@ def values_at(value: Any, level: BatchLevel, caller: object = None) -> torch.Ten
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:
             if inner.bdim is not None:
-                return batch_first(inner, level).reshape(level.batch_size) != 0
+                return value_batch_first(inner, level).reshape(level.batch_size) != 0
             inner = inner.value
         if not isinstance(inner, torch.Tensor):
             return torch.full((level.batch_size,), bool(inner))

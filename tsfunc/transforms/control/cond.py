@@ -39,15 +39,15 @@ from tsfunc.transforms.control.call_forms import (
     also_called,
     check_batching,
     check_callable,
-    operands_of,
+    unpacked_operands,
 )
 from tsfunc.transforms.control.choice import (
     BatchedChoice,
     Choice,
     TracedChoice,
     choice_of,
+    known_data,
     predicate_of,
-    read,
 )
 from tsfunc.transforms.control.control_operators import Switch, run_by
 from tsfunc.transforms.control.control_recording import record_switch
@@ -136,7 +136,7 @@ def cond(
     if torch_records():
         return in_torch.cond(pred, true_fun, false_fun, operands)
     if not kwargs:
-        operands = operands_of(operands, true_fun)
+        operands = unpacked_operands(operands, true_fun)
     axes = axes_of_exchanges("cond", (true_fun, false_fun), operands)
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
@@ -216,7 +216,7 @@ def switch(
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
         return in_torch.switch(index, branches, operands)
-    operands = operands_of(operands, branches[0])
+    operands = unpacked_operands(operands, branches[0])
     axes = axes_of_exchanges("switch", branches, operands)
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
@@ -311,7 +311,7 @@ class _SwitchCall:
 
     def run_on_subsets(self, choice: BatchedChoice) -> Any:
         """Run each branch on the examples that take it."""
-        values = read(choice.values)
+        values = known_data(choice.values)
         taken = numbers_in(values)
         if len(taken) == 1:
             return numbers_to_tensors(self.branches[taken[0]](*self.operands))

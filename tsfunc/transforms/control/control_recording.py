@@ -15,16 +15,16 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.control.traced_bodies import (
     TracedBody,
     TracedResult,
     common,
     common_order,
+    have_same_strides,
     operands_of,
     order_of,
-    same_layout,
     use_copies,
     written_outside,
 )
@@ -244,7 +244,7 @@ class Carry:
         given = iter(body.arguments)
         for i, value in enumerate(body.unwrapped(stacks)[: len(self.leaves)]):
             own = None if value is None else unwrap_all(next(given))[0]
-            if own is None or (same_layout(own, value) and not is_expanded(own)):
+            if own is None or (have_same_strides(own, value) and not is_expanded(own)):
                 orders.append(None)
                 continue
             order = order_of(own)
@@ -351,7 +351,7 @@ def record_scan(
     made = Body("body", body.level.graph, places[0])
     steps = size if isinstance(size, int) else None
     op = Scan(label, [made], len(inputs), len(along), steps, reverse)
-    outputs = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
+    outputs = call_control_flow(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(outputs[len(kept) :])
     ys_found = [
         next(rest).movedim(0, stacked_dim(x.dim(), dim)) if isinstance(x, torch.Tensor) else None
@@ -507,6 +507,6 @@ def record_associative_scan(
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(label, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]
-    outputs = call(op, trace, [*along, *tensors], numbers, stacked)
+    outputs = call_control_flow(op, trace, [*along, *tensors], numbers, stacked)
     done = [x.flip(0) for x in outputs] if reverse else outputs
     return optree.tree_unflatten(spec, [x.movedim(0, at) for x, at in zip(done, axes, strict=True)])

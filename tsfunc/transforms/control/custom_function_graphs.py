@@ -19,7 +19,7 @@ from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.json_values import NoFileForm
 from tsfunc.program.graphs.example_arguments import sizes_for
 from tsfunc.program.guarding.call_spec import conditions_among, placeholder
-from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, names_in
+from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, dims_in
 from tsfunc.program.guarding.trace_guards import Property
 from tsfunc.program.program import Program
 from tsfunc.transforms.control.autograd_functions import OperandType, PythonCallee
@@ -184,7 +184,7 @@ class DimNames:
     def number(self, text: str) -> DimForm | None:
         """Return a number as a form in the known names; None if it is unknown."""
         form = self._form(text)
-        known = form is not None and all(name in self.used for name in names_in(form))
+        known = form is not None and all(name in self.used for name in dims_in(form))
         return form if known else self._others.get(text)
 
     def _form(self, text: str) -> DimForm | None:
@@ -193,9 +193,9 @@ class DimNames:
             form = parse_dim(text)
         except DescriptorError:
             return None
-        if not all(name in self.named_dims for name in names_in(form)):
+        if not all(name in self.named_dims for name in dims_in(form)):
             return None
-        self.used.update({name: self.named_dims[name] for name in names_in(form)})
+        self.used.update({name: self.named_dims[name] for name in dims_in(form)})
         return self.named_dims[form.name] if isinstance(form, Dim) else form
 
 

@@ -41,7 +41,7 @@ from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
 from tsfunc.program.passes.simplify import simplify_part
 from tsfunc.transforms.argnums import with_replaced
-from tsfunc.transforms.control.choice import read
+from tsfunc.transforms.control.choice import known_data
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -433,9 +433,9 @@ class Replayed(ExpandedOperator):
     def _set(self, states: Sequence[Any]) -> None:
         for device, state in zip(self.devices, states, strict=True):
             if device.type == "cpu":
-                torch.set_rng_state(read(state))
+                torch.set_rng_state(known_data(state))
             else:
-                torch.get_device_module(device).set_rng_state(read(state), device)
+                torch.get_device_module(device).set_rng_state(known_data(state), device)
 
 
 class Pushforward(ExpandedOperator):

@@ -23,14 +23,14 @@ from tsfunc.bridge.control.torch_control_flow import (
     torch_tree_map,
     torch_while_loop,
 )
-from tsfunc.transforms.control.call_forms import operands_of
+from tsfunc.transforms.control.call_forms import unpacked_operands
 
 _Function = Callable[..., Any]
 
 
 def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[Any, ...]) -> Any:
     """Call ``torch.cond`` with branches that close over the operands."""
-    given = operands_of(operands, true_fun, _takes)
+    given = unpacked_operands(operands, true_fun, _takes)
     if not isinstance(pred, torch.Tensor | torch.SymBool):
         return (true_fun if pred else false_fun)(*given)
     return torch.cond(
@@ -40,7 +40,7 @@ def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[A
 
 def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Call a chain of ``torch.cond``, each between one branch and all later ones."""
-    given = operands_of(operands, branches[0], _takes)
+    given = unpacked_operands(operands, branches[0], _takes)
     last = len(branches) - 1
     if not isinstance(index, torch.Tensor | torch.SymInt):
         return branches[min(max(index, 0), last)](*given)

@@ -34,7 +34,7 @@ from tsfunc.transforms.control.choice import (
     DiffersAtInnerLevel,
     TracedChoice,
     choice_of,
-    read,
+    known_data,
     truth_of,
     values_at,
 )
@@ -188,7 +188,7 @@ class Loop:
         self, carry: Any, choice: BatchedChoice, limit: int | None
     ) -> tuple[Any, bool]:
         """Run each step on the subset of examples that are not done."""
-        active = read(choice.values).bool()
+        active = known_data(choice.values).bool()
         if not self.checked and not bool(active.any()):
             self.check_end(carry)
         state = carry, draw_counts(choice.level.depth)
@@ -225,7 +225,7 @@ class Loop:
             if choice is None:
                 choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
-                return carry, made, read(choice.values).bool()
+                return carry, made, known_data(choice.values).bool()
             if isinstance(choice, BatchedChoice | TracedChoice):
                 carry, done = self.run(carry, None if limit is None else limit - made)
                 return carry, made, done
@@ -357,7 +357,7 @@ class CountedLoop(Loop):
             else self.remaining_steps(carry)
         )
         if isinstance(left, BatchedChoice) and left.level is subset and left.known:
-            counts = read(left.values)
+            counts = known_data(left.values)
             sure = int(counts.min())
             if sure > 0:
                 return self.steps(carry, sure), sure, counts > sure
@@ -388,7 +388,7 @@ class _LoopInProgram(Loop):
     ) -> tuple[Any, bool]:
         if limit is None:
             operands = (*carry, *self.rest)
-            carried = batched.loop(*self.bodies, len(carry), operands, choice)
+            carried = batched.run_known_loop(*self.bodies, len(carry), operands, choice)
             if carried is not None:
                 return carried, True
         return super().run_on_subsets(carry, choice, limit)

@@ -36,7 +36,7 @@ BRANCH_ADVICE = (
 )
 
 
-def describe(leaf: Any) -> str:
+def leaf_type_text(leaf: Any) -> str:
     """Return a leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
     plain = isinstance(leaf, torch.Tensor) or is_number(leaf)
     return str(_type(leaf)) if plain else repr(leaf)
@@ -187,7 +187,7 @@ def _path(path: Sequence[Any]) -> str:
 
 def show(tree: Any) -> str:
     """Return a tree as text with the types of its leaves."""
-    described = pytrees.tree_map(lambda leaf: _Description(describe(leaf)), tree)
+    described = pytrees.tree_map(lambda leaf: _Description(leaf_type_text(leaf)), tree)
     return repr(described)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.grad.linear_maps import batch_first
+from tsfunc.bridge.grad.linear_maps import value_batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
@@ -31,7 +31,7 @@ from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.active import groups_by_choice, numbers_in, repeat
-from tsfunc.transforms.control.choice import BatchedChoice, read
+from tsfunc.transforms.control.choice import BatchedChoice, known_data
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
 
@@ -171,7 +171,7 @@ class PhysicalBatch:
             return None
 
 
-def loop(
+def run_known_loop(
     condition: Body, body: Body, carried: int, operands: Sequence[Any], choice: BatchedChoice
 ) -> tuple[Any, ...] | None:
     """Run a loop whose first condition is known to its end.
@@ -184,7 +184,7 @@ def loop(
     """
 
     def run(batch: PhysicalBatch) -> Sequence[Any] | None:
-        return run_batched_loop(condition, body, carried, batch, read(choice.values).bool())
+        return run_batched_loop(condition, body, carried, batch, known_data(choice.values).bool())
 
     return _on_physical(run, operands, choice.level)
 
@@ -211,7 +211,7 @@ def run_batched_loop(
     batch: PhysicalBatch,
     active: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor] | None:
-    """Same as ``loop`` for physical operands; without ``active``, the condition is called first."""
+    """Same as ``run_known_loop`` for physical operands; calls the condition without ``active``."""
     batch = batch.with_batched(carried)
     ask, step = batch.vmapped(condition), batch.vmapped(body)
     if ask is None or step is None:
@@ -244,14 +244,14 @@ def _truth(results: Sequence[torch.Tensor]) -> torch.Tensor:
 def choice(
     branches: Sequence[Body], operands: Sequence[Any], taken: BatchedChoice
 ) -> tuple[Any, ...] | None:
-    """Run each branch on the examples that take it; None as for ``loop``.
+    """Run each branch on the examples that take it; None as for ``run_known_loop``.
 
     Args:
         operands: the operands of the branches, as tensors of the vmap.
     """
 
     def run(batch: PhysicalBatch) -> Sequence[Any] | None:
-        return run_batched_choice(branches, batch, read(taken.values))
+        return run_batched_choice(branches, batch, known_data(taken.values))
 
     return _on_physical(run, operands, taken.level)
 
@@ -295,7 +295,7 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
             return None
         flags.append(own and operand.bdim is not None)
         values.append(
-            batch_first(operand, level) if flags[-1] else operand.value if own else operand
+            value_batch_first(operand, level) if flags[-1] else operand.value if own else operand
         )
     return PhysicalBatch.of(values, flags) if are_plain(values) else None
 

@@ -24,7 +24,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.dispatch import current_levels
 from tsfunc.errors import TypeCheckError
-from tsfunc.transforms.abstract_eval import eval_shape, without_data
+from tsfunc.transforms.abstract_eval import eval_shape, results_without_data
 from tsfunc.transforms.control.outputs import (
     check_branches,
     check_carried,
@@ -92,7 +92,7 @@ def _result_types(
     for i, branch in enumerate(branches):
         if i != taken:
             try:
-                other = without_data(label, branch, operands)
+                other = results_without_data(label, branch, operands)
             except Exception:
                 continue
             if _depends_on_data(other):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames
-from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.node_writes import written_inputs
 from tsfunc.bridge.control.subset_arguments import refused_write
 from tsfunc.bridge.control.subsets import SubsetLevel
@@ -70,7 +70,7 @@ def call_for_examples(
         RuntimeError: a body writes into a tensor of the function that all examples share.
     """
     if not hidden.levels:
-        return call(op, trace, tensors, numbers, results)
+        return call_control_flow(op, trace, tensors, numbers, results)
     columns = list(zip(*(hidden.batched_flags(unwrap_all(x)[1]) for x in tensors), strict=True))
     level = next(iter(hidden.levels.values()))
     batched = {i for flags in columns for i, each in enumerate(flags) if each}
@@ -88,7 +88,7 @@ def call_for_examples(
     for flags in reversed(columns):  # the innermost vmap first
         mapped = MappedOperator(mapped, flags)
     sizes = [hidden.levels[depth].batch_size for depth in sorted(hidden.levels)]
-    return call(
+    return call_control_flow(
         mapped, trace, tensors, numbers, [_of_all(r, sizes, hidden, trace) for r in results]
     )
 
