@@ -166,6 +166,8 @@ CALLS: dict[str, list[Call]] = {
 UNARY = """alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy _lazy_clone _conj
     _conj_copy _neg_view _neg_view_copy conj resolve_conj resolve_neg""".split()
 NOT_HERE = {
+    "aten::_fw_primal",
+    "aten::_fw_primal_copy",
     "aten::resize",
     "aten::resize_",
     "aten::detach_",
