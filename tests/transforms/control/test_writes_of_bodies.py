@@ -238,3 +238,26 @@ def test_a_program_reads_a_write_by_another_tensor_of_that_memory(
 
     x, n = torch.randn(2, 3), torch.tensor(2)
     torch.testing.assert_close(specialize(f)(x, n), f(x, n))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("view", [torch.positive, Tensor.detach, lambda kept: kept[0]])
+def test_a_program_reads_a_write_by_a_tensor_from_outside_of_that_memory(
+    view: Callable[[Tensor], Tensor], given: bool
+) -> None:
+    def by_arguments(x: Tensor, kept: Tensor, other: Tensor) -> Tensor:
+        def write() -> Tensor:
+            kept.add_(1.0)
+            return cond(x.sum() > 0, lambda: other.sum() + kept.sum(), lambda: other.sum())
+
+        return cond(x.max() > 0, write, lambda: other.sum() * 3.0)
+
+    def run(x: Tensor, program: bool) -> tuple[Tensor, Tensor]:
+        kept = torch.ones(2, 3)
+        other = view(kept)
+        f = by_arguments if given else lambda x: by_arguments(x, kept, other)
+        tensors = (x, kept, other) if given else (x,)
+        return (specialize(f) if program else f)(*tensors), kept
+
+    for x in (torch.ones(2), torch.tensor([1.0, -2.0]), -torch.ones(2)):
+        torch.testing.assert_close(run(x, program=True), run(x, program=False))

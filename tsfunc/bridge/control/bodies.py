@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -229,6 +229,13 @@ class BodyLevel(TraceLevel, LevelProxy):
             for tensor, tracer in self.taken.values()
             if isinstance(tracer, TraceTracer) and not isinstance(tensor, Tracer)
         }
+
+    def tensor_of_input(self, node: torch.fx.Node) -> torch.Tensor | None:
+        for tensor, seen in self.taken.values():
+            inner, _ = unwrap_all(seen)
+            if isinstance(inner, TraceTracer) and inner.node is node:
+                return cast("torch.Tensor", tensor)
+        return None
 
     def remap(self, value: Any) -> Any:
         """Return the body's input for a tensor; values that are not tensors are unchanged.

@@ -77,5 +77,7 @@ def memory_key(tensor: torch.Tensor) -> Any:
     """Return the key that tensors with shared memory have in common."""
     inner = innermost_value(tensor, BatchTracer | GradTracer)
     if isinstance(inner, TraceTracer):
-        return base_node(inner.node)
+        node = base_node(inner.node)
+        outside = inner.dispatch_level.tensor_of_input(node)
+        return node if outside is None else memory_key(outside)
     return memory_of(inner) or id(inner)

@@ -205,6 +205,11 @@ class TraceLevel(TracerLevel):
         """Return the plain tensors from outside, by their nodes."""
         return {tracer.node: tensor for tensor, tracer in self.lifted.values()}
 
+    def tensor_of_input(self, node: torch.fx.Node) -> torch.Tensor | None:
+        """Return the tensor that an input of the graph stands for; None for another node."""
+        given = {tracer.node: x.example for tracer, x in self.tensor_guards.arguments}
+        return {**given, **self.tensors_outside()}.get(node)
+
     def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:
         return self.lifted_here(value)
 
