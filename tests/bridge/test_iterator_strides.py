@@ -1,4 +1,4 @@
-"""Strides of broadcast results in traces equal those of torch's kernels."""
+"""Strides of results in traces equal those of torch's kernels."""
 
 from __future__ import annotations
 
@@ -130,6 +130,75 @@ def test_two_layouts(name: str, named: bool, request: pytest.FixtureRequest) -> 
         (specialize(seen, descriptors) if named else specialize(seen))(*operands)
         seen(*operands)
         assert strides[0] == strides[-1], orders
+
+
+_STATISTICS = torch.zeros(4), torch.ones(4)
+
+
+def _normalized(x: Tensor, training: bool) -> Tensor:
+    mean, variance = (None, None) if training else _STATISTICS
+    return torch.nn.functional.batch_norm(x, mean, variance, training=training)
+
+
+def _normalized_backward(x: Tensor) -> Tensor:
+    _, mean, scale = aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    grads = aten.native_batch_norm_backward(
+        torch.ones_like(x), x, None, None, None, mean, scale, True, 1e-5, [True, False, False]
+    )
+    result: Tensor = grads[0]
+    return result
+
+
+# Operators whose results have the memory format of an argument, contiguous or channels last.
+FORMATTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: _normalized(x, training=True),
+    "batch_norm in evaluation": lambda x: _normalized(x, training=False),
+    "native_batch_norm_backward": _normalized_backward,
+    "max_unpool2d": lambda x: torch.nn.functional.max_unpool2d(
+        x, torch.arange(30).view(6, 5).expand(x.shape), [2, 2], output_size=[12, 10]
+    ),
+    "channel_shuffle": lambda x: torch.nn.functional.channel_shuffle(x, 2),
+    "replication_pad2d_backward": lambda x: aten.replication_pad2d_backward(
+        torch.ones(x.shape[0], 4, 8, 7), x, [1, 1, 1, 1]
+    ),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", FORMATTED)
+def test_results_in_the_memory_format_of_an_argument(name: str, named: bool) -> None:
+    f, strides = FORMATTED[name], list[Any]()
+    plain = torch.randn(2, 4, 6, 5)
+    for order in ([0, 1, 2, 3], [0, 2, 3, 1], [0, 2, 1, 3], [3, 2, 1, 0], [1, 0, 2, 3]):
+        for end in (None, -2):
+            gaps = plain.repeat(1, 2, 1, 1) if end else plain
+            memory = gaps.permute(order).contiguous()
+            back = [order.index(i) for i in range(4)]
+
+            def seen(x: Tensor, back: Any = back) -> Tensor:
+                out = f(x.permute(back)[:, :4])
+                strides.append([hint_of(step) for step in out.stride()])
+                return out.clone()
+
+            shape = list(memory.shape)
+            described = {"x": Meta(["n" if i == 0 else shape[k] for k, i in enumerate(order)])}
+            (specialize(seen, described) if named else specialize(seen))(memory)
+            seen(memory)
+            assert strides[-2] == strides[-1], order
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_derivative_that_views_normalized_tokens(training: bool) -> None:
+    """A batch norm over tokens returns another layout than its argument has."""
+
+    def loss(x: Tensor) -> Tensor:
+        tokens = _normalized(x.transpose(1, 2), training).transpose(1, 2).reshape(-1, 4)
+        return (tokens * torch.arange(4.0)).square().cos().sum()
+
+    program = specialize(grad(loss), {"x": Meta(["b", "s", 4])})
+    for b, s in ((2, 7), (3, 5)):
+        x = torch.randn(b, s, 4)
+        torch.testing.assert_close(program(x), grad(loss)(x))
 
 
 def test_a_training_step_that_views_a_gradient_of_softplus() -> None:

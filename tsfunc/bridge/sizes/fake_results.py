@@ -392,10 +392,13 @@ class FakeCache:
             for x in fakes_in((*args, *kwargs.values())):
                 x.__dict__.pop(_KNOWN, None)
         check_view(op.name, args, results)
-        strides = kernel_strides(op, args, results)
+        several = isinstance(results, tuple | list)
+        first = results[0] if several and results else results
+        strides = kernel_strides(op, args, first)
         if strides is None:
             return results
-        return new_fake(self.fake, results.shape, strides, results.dtype, results.device)
+        made = new_fake(self.fake, first.shape, strides, first.dtype, first.device)
+        return (made, *results[1:]) if several else made
 
     # --- the keys of calls
 

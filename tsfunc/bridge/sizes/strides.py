@@ -1,10 +1,11 @@
-"""Strides of the results of pointwise operators and of views.
+"""Strides of the results of pointwise operators, of some others, and of views.
 
-torch computes these results with its TensorIterator, which orders the dims by the strides of the
-operands. The rules of its fake tensors differ from the kernels for some operands with dims of
+torch computes pointwise operators with its TensorIterator, which orders the dims by the strides of
+the operands. The rules of its fake tensors differ from the kernels for some operands with dims of
 size 1, with fewer dims than the result, or with a number as an operand: a program made with such
 strides would take views that the kernels' results do not have. Here the order is that of the
-kernels.
+kernels. The same holds for normalizations and a few other operators, whose kernels choose between
+contiguous and channels last.
 
 Source: ``TensorIteratorBase::fast_set_up`` in torch.
 
@@ -61,6 +62,15 @@ def _layout(x: torch.Tensor) -> _Layout:
     return _Layout(tuple(map(hint_of, x.shape)), tuple(map(hint_of, x.stride())))
 
 
+def order_without_gaps(x: torch.Tensor) -> list[int] | None:
+    """Return the dims from the outermost in memory inwards; None if there are gaps or overlaps."""
+    if x.layout is not torch.strided:
+        return None
+    layout = _layout(x)
+    order = memory_order(layout.shape, layout.strides)
+    return order if _has_order(layout, order) else None
+
+
 # --- the strides of pointwise operators
 
 
@@ -77,6 +87,25 @@ _LIKE_FIRST = frozenset({"aten::binary_cross_entropy"})
 _SECOND_FIRST = frozenset(
     {"aten::leaky_relu_backward", "aten::threshold_backward", "aten::rsub.Tensor"}
 )
+# The index of the argument whose memory format a kernel on a CPU gives to its first result.
+_FORMATTED: Final[dict[str, int]] = {
+    **dict.fromkeys(
+        (
+            "aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+            "aten::_native_batch_norm_legit.no_stats", "aten::_batch_norm_with_update",
+            "aten::_native_batch_norm_legit_no_training", "aten::max_unpool2d",
+            "aten::channel_shuffle", "aten::native_channel_shuffle",
+        ),
+        0,
+    ),
+    **dict.fromkeys(
+        (
+            "aten::native_batch_norm_backward", "aten::batch_norm_backward",
+            "aten::replication_pad2d_backward",
+        ),
+        1,
+    ),
+}  # fmt: skip
 # Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
 _NUMBER_OPERANDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
 _INDEXING = frozenset({"aten::index.Tensor", "aten::_unsafe_index.Tensor"})
@@ -84,13 +113,19 @@ _CAPTURING = frozenset({"aten::lerp.Scalar"})
 
 
 def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
-    """Return the strides of a pointwise operator's result, if torch's rule gives other ones.
+    """Return the strides of an operator's result, if torch's rule for fake tensors has others.
 
-    The answer is None for equal strides and for other operators. Strides of symbolic sizes are
-    compared by their hints: the strides of a tensor without gaps are multiples of each other.
+    The answer is None for equal strides and for operators that are not described here. Strides of
+    symbolic sizes are compared by their hints: the strides of a tensor without gaps are multiples
+    of each other.
+
+    Args:
+        result: the result; the first one if there are several.
     """
     if op.name in _INDEXING:
         return _index_strides(args, result)
+    if op.name in _FORMATTED:
+        return _formatted_strides(args[_FORMATTED[op.name]], result)
     written = op.name in _CONTIGUOUS or op.name in _LIKE_FIRST
     if op.row is None or (op.row.rule not in _RULES and not written):
         return None
@@ -124,6 +159,30 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
     return (
         None if list(given) == dense_strides(shape, order) else dense_strides(result.shape, order)
     )
+
+
+def _formatted_strides(like: torch.Tensor, result: Any) -> list[Any] | None:
+    """Return the strides of a result without gaps in the memory format of another tensor.
+
+    Source: ``is_channels_last_strides_2d`` in torch.
+    """
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return None
+    (shape, given), (sizes, steps) = _layout(result), _layout(like)
+    if 0 in shape:
+        return None
+    order, rank = list(range(len(shape))), len(sizes)
+    if rank in (4, 5) and steps[1] and len(shape) == rank:
+        last = [0, *range(2, rank), 1]
+        least = 0  # the least stride that the next dim may have
+        for dim in reversed(last):
+            if steps[dim] < least or (dim == 0 and least == steps[1]):
+                break
+            least = steps[dim] * sizes[dim]
+        else:
+            order = last
+    dense = dense_strides(shape, order)
+    return None if list(given) == dense else dense_strides(result.shape, order)
 
 
 def _broadcast_order(operands: Sequence[_Layout], shape: Sequence[int]) -> Sequence[int]:
