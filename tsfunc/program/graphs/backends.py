@@ -59,6 +59,7 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.compilable import make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
+from tsfunc.program.graphs.layouts import keep_layouts
 from tsfunc.program.graphs.number_inputs import (
     NumberResult,
     NumbersAsTensors,
@@ -326,6 +327,7 @@ def _module(program: ProgramData) -> torch.fx.GraphModule:
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
     )
+    keep_layouts(module)
     make_compilable(module)
     return module
 
