@@ -37,7 +37,7 @@ from tsfunc.transforms.argnums import (
     split_aux,
     traced_inputs,
 )
-from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.reverse import inner_vjp
 from tsfunc.types.values import array_advice
 
 _Result = TypeVar("_Result")
@@ -197,7 +197,8 @@ def _jvp(
     if not may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
-            return _push(func, flat, directions, spec, level, strict, has_aux)
+            pushed = _push(func, flat, directions, spec, level, strict, has_aux)
+        return pushed if level is not None else pytrees.tree_map(_released, pushed)
     own = GradLevel("jvp")
     own.outside_roots = func, flat, directions
     try:
@@ -212,6 +213,16 @@ def _jvp(
     return pytrees.tree_map(
         lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, pushed
     )
+
+
+def _released(value: Any) -> Any:
+    """Return a result without a graph that only reaches leaves of derivatives that have ended.
+
+    Derivatives inside of the jvp keep such graphs, for the tangents of what they have saved.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or not value.requires_grad:
+        return value
+    return value if autograd.reaches_active_leaves(value) else autograd.detached(value)
 
 
 def _push(
@@ -287,9 +298,9 @@ def _by_double_backward(
 
         return run
 
-    out, pull, *rest = vjp(noted(func), *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
+    out, pull, *rest = inner_vjp(noted(func), *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
     zeros = pytrees.tree_map(torch.zeros_like, out)
-    _, push = vjp(noted(pull), zeros)
+    _, push = inner_vjp(noted(pull), zeros)
     (tangent,) = push(pytrees.unflatten(spec, list(directions)))
     level = level_of((flat, directions))
     pushed = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]

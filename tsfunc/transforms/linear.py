@@ -115,11 +115,12 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
 
     recorded, (leaves, out_spec) = run_recorded(run, zeros, primals)
     _check_linear(label, recorded)
+    recorded.ended()
 
     @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:
         given = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
-        pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True)
+        pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True, outlives=True)
         return pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
 
     return transposed

@@ -21,6 +21,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_tangents
+from tsfunc.bridge.grad.linear_level import pull_linearly
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
@@ -28,6 +29,8 @@ from tsfunc.bridge.tracers.dtensors import refusing_distribution, replicated_lik
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
+from tsfunc.bridge.tracers.torch_state import in_backward_pass
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.errors import EscapedTracerError
 from tsfunc.transforms.argnums import (
@@ -72,7 +75,7 @@ class RecordedRun:
         self.differentiable = outer_grad and self.depends_on_others()
 
     def ended(self) -> None:
-        """Declare that only the pullback of this run will differentiate by its inputs."""
+        """Declare that only the pullback of this run may still differentiate by its inputs."""
         for x in self.inputs:
             end_leaf(x)
 
@@ -102,30 +105,58 @@ class RecordedRun:
                 "the pullback was made in."
             )
 
-    def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
-        """Return a cotangent for each input; zeros if no output depends on the input."""
+    def pull(
+        self, cotangents: Sequence[torch.Tensor], *, retain: bool, outlives: bool = False
+    ) -> list[torch.Tensor]:
+        """Return a cotangent for each input; zeros if no output depends on the input.
+
+        Args:
+            outlives: True if the transform has returned, so only the pullback differentiates by its
+                inputs.
+        """
         level = self.level
         cotangents = traced_inputs(cotangents, level)
         lifted = [autograd.lift(ct, level) for ct in cotangents]
         # The grad mode at the pull decides: vjp and its pullback may be called under two modes.
-        create = torch.is_grad_enabled() and (
-            self.differentiable
-            or any(autograd.requires_grad(ct, level) for ct in lifted)
-            or (not self.outer_grad and self.depends_on_others())
-            # The saved values may carry tangents of an outer jvp, and the cotangents be of an inner
-            # level: a pass that is not recorded loses these.
-            or (can_carry_tangents() and bool(self._inner_levels(cotangents)))
+        records = torch.is_grad_enabled()
+        others = records and (
+            self.differentiable or (not self.outer_grad and self.depends_on_others())
         )
+        create = others or (
+            records
+            and (
+                any(autograd.requires_grad(ct, level) for ct in lifted)
+                # The saved values may carry tangents of an outer jvp, and the cotangents be of an
+                # inner level: a pass that is not recorded loses these.
+                or (can_carry_tangents() and bool(self._inner_levels(cotangents)))
+            )
+        )
+        # Tensors of a level lose their graph with the level, those of a pass with the pass, and
+        # those of a jvp at its end.
+        escapes = outlives and level is None
+        escapes = escapes and not in_backward_pass() and not may_carry_outer_tangents(None)
+        if create and not others and escapes and self._is_plain(lifted):
+            pulled = pull_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
+            return self._with_zeros(pulled)
         again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording_at(level) if again else autograd.unrecorded(level):
-            gradients = autograd.backward(
+            pulled = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
-            pulled = [
-                torch.zeros_like(x) if g is None else g
-                for g, x in zip(gradients, self.inputs, strict=True)
-            ]
-        return [autograd.detached(g) for g in pulled] if again and not create else pulled
+            full = self._with_zeros(pulled)
+        return [autograd.detached(g) for g in full] if again and not create else full
+
+    def _is_plain(self, cotangents: Sequence[torch.Tensor]) -> bool:
+        """True if all tensors of the pullback can be wrapped in tracers."""
+        return all(
+            isinstance(x, Tracer)
+            or (type(x) in PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested)
+            for x in (*self.inputs, *self.outputs, *cotangents)
+        )
+
+    def _with_zeros(self, pulled: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        pairs = zip(pulled, self.inputs, strict=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in pairs]
 
     def released(self, value: Any) -> Any:
         """Return an output of the recorded run for the outside, without the graph of this run."""
@@ -208,6 +239,18 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         return other(func, *primals, has_aux=has_aux)
     if torch.is_inference_mode_enabled():
         return autograd.without_inference_mode(vjp, func, *primals, has_aux=has_aux)
+    return _vjp(func, primals, has_aux, outlives=True)
+
+
+def inner_vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """Return the results of :func:`vjp` for a transform that ends after it has used the pullback.
+
+    No result of the pullback may leave the transform with a graph.
+    """
+    return _vjp(func, primals, has_aux, outlives=False)
+
+
+def _vjp(func: Callable[..., Any], primals: Sequence[Any], has_aux: bool, *, outlives: bool) -> Any:
     flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
@@ -227,7 +270,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         recorded.refuse_inner_duals(flat_cotangents)
         create = torch.is_grad_enabled() if create_graph is None else create_graph
         with torch.set_grad_enabled(create):
-            pulled = recorded.pull(flat_cotangents, retain=retain_graph)
+            pulled = recorded.pull(flat_cotangents, retain=retain_graph, outlives=outlives)
         return pytrees.unflatten(spec, pulled)
 
     out = pytrees.unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
@@ -288,6 +331,7 @@ def _value_and_grad(
     recorded, (out, aux) = run_recorded(run, flat, (args, kwargs))
     value = recorded.outputs[0]
     pulled = recorded.pull([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
+    recorded.ended()
     value = recorded.released(out)
     if not recorded.outer_grad:
         pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)

@@ -29,6 +29,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import tensors_inside, with_tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
+    in_backward_pass,
     own_passes,
     records_on_values,
     set_grad_mode,
@@ -72,6 +73,10 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
         )
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
+        if lifted.requires_grad and in_backward_pass() and not _counts(lifted):
+            # A custom rule differentiates by a saved value. Without a leaf of its own, the results
+            # would not be known to depend on a value that is differentiated by.
+            lifted = detached(lifted)
         connected = lifted.requires_grad or may_carry_outer_tangents(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
             fresh: torch.Tensor = lifted.aliased_here()
@@ -83,6 +88,11 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
             fresh.requires_grad_()
             refuse_backward(fresh)
     return fresh
+
+
+def _counts(value: torch.Tensor) -> bool:
+    """True if a value depends on a leaf that ``reaches_other_leaves`` finds."""
+    return can_carry_tangents() or reaches_active_leaves(value)
 
 
 def without_inference_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +256,13 @@ def reaches_other_leaves(
         if any(out.is_leaf and out.requires_grad and is_other(out) for out in outputs):
             return True
     return _reaches(outputs, is_other)
+
+
+def reaches_active_leaves(value: torch.Tensor) -> bool:
+    """True if a tensor depends on a leaf of its own level that has not ended."""
+    if value.is_leaf:
+        return value.requires_grad and not has_ended(value)
+    return _reaches((value,), lambda leaf: not has_ended(leaf))
 
 
 def is_perturbed(value: Any, recorded: bool | None = None) -> bool:

@@ -138,7 +138,20 @@ class _EndedHooks(OrderedDict[int, Any]):
     rerun: object | None = None
 
 
-_ENDED: Final = _EndedHooks(_REFUSED)
+def _drop_gradient(leaf: torch.Tensor) -> None:
+    """Drop a gradient that ``backward()`` has added to a leaf, if the leaf's transform has ended.
+
+    The graph of a transform's result reaches the leaf if the result also depends on tensors of the
+    user.
+    """
+    if not has_ended(leaf):
+        _refuse_accumulation(leaf)
+    with DisableTorchFunctionSubclass():
+        leaf.grad = None
+
+
+_DROPPED: Final = {0: _drop_gradient}
+_ENDED: Final = _EndedHooks(_DROPPED)
 
 
 def end_leaf(leaf: torch.Tensor) -> None:
@@ -146,7 +159,7 @@ def end_leaf(leaf: torch.Tensor) -> None:
     with DisableTorchFunctionSubclass():
         if leaf._post_accumulate_grad_hooks is _REFUSED:
             rerun = current_rerun()
-            hooks = _ENDED if rerun is None else _EndedHooks(_REFUSED)
+            hooks = _ENDED if rerun is None else _EndedHooks(_DROPPED)
             hooks.rerun = rerun
             leaf._post_accumulate_grad_hooks = hooks
 

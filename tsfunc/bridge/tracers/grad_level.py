@@ -7,8 +7,8 @@ tracers of a level with this key, whose only kernel runs every operator on the v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import optree
 import torch
@@ -29,6 +29,10 @@ class GradLevel(TracerLevel):
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return _wrap(self.lift_for_outer_traces(value), self)
+
+    def from_outside(self, value: torch.Tensor) -> torch.Tensor:
+        """Return an operand that is not a tracer of the level as its kernel uses it."""
+        return value
 
 
 class GradTracer(Tracer):
@@ -89,6 +93,16 @@ def _view_as_real(value: GradTracer) -> GradTracer:
     return _wrap(torch.view_as_real(value.value.resolve_conj()), value.dispatch_level)  # type: ignore[arg-type]
 
 
+_LEAVES: Final = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a pytree with each leaf replaced; most arguments are leaves."""
+    if isinstance(value, torch.Tensor) or type(value) in _LEAVES:
+        return function(value)
+    return optree.tree_map(function, value, none_is_leaf=True)
+
+
 @register_fallback(DispatchKey.Grad)
 def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Grad key: run the operator on the values inside."""
@@ -96,13 +110,17 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     assert isinstance(level, GradLevel)
 
     def inner(value: Any) -> Any:
-        return unwrapped(value, level) if isinstance(value, GradTracer) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, GradTracer) and value.dispatch_level is level:
+            return value.value
+        return level.from_outside(value)
 
     def outer(value: Any) -> Any:
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value
 
-    values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    out = op.outward(*values, **named)
+    values = [_mapped(inner, arg) for arg in args]
+    out = op.outward(*values, **{name: _mapped(inner, arg) for name, arg in kwargs.items()})
     if isinstance(op, TorchOperator) and op.inplace:
         return op.written_argument(args, kwargs)
-    return optree.tree_map(outer, out, none_is_leaf=True)
+    return _mapped(outer, out)

@@ -284,6 +284,11 @@ def current_rerun() -> object | None:
     return _reruns.run
 
 
+def in_backward_pass() -> bool:
+    """True in a backward pass, also in a function that the pass runs again."""
+    return _current_graph_task_id() != -1
+
+
 def in_backward_formula() -> bool:
     """True in a backward pass, except in a function that the pass runs again."""
     return _current_graph_task_id() not in (-1, _reruns.by)
