@@ -170,6 +170,19 @@ def test_derivatives_of_copied_views(name: str) -> None:
     same(whole.movedim(1, 0), loop(tsfunc.grad(total), 3, 1)(x))
 
 
+def test_derivatives_of_a_view_beside_an_equal_view() -> None:
+    """The batch dim is in front of the views, but the first step of their memory is not its own."""
+
+    def total(x: Tensor) -> Tensor:
+        y = x.clone()
+        halves, same_halves = y.view(2, -1), y.view(2, -1)
+        return (halves.view(-1).sin() * same_halves.cos().reshape(-1)).sum()
+
+    x = torch.arange(72.0).view(2, 3, 3, 4).double()
+    for f in (tsfunc.grad(total), tsfunc.hessian(total)):
+        same(tsfunc.vmap(f, in_dims=1)(x), loop(lambda x, f=f: f(x.contiguous()), 3, 1)(x))
+
+
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.view(-1),
     lambda x: x.view(2, -1),

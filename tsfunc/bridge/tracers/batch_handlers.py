@@ -50,6 +50,7 @@ from tsfunc.bridge.tracers.call_plans import (
     plans_of_operator,
 )
 from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
+from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
     TorchOperator,
@@ -142,7 +143,7 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if level.autograd:
         plan = known.recorded.get(key) or known.make_recorded(func, args, kwargs, kinds, key)
         recordable = state.remap_args is None and _is_recordable(plan, level, values)
-        return call_below_function(func, types, args, kwargs) if recordable else NotImplemented
+        return _call_recorded(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
     plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
@@ -185,6 +186,19 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     finally:
         tls.state = state
     return _wrapped(plan, level, direct, args, kwargs, out)
+
+
+def _call_recorded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call torch, which records the call; NotImplemented if the function's own rule may differ.
+
+    A rule that leaves calls to torch has a result if torch has none: an emulated view.
+    """
+    try:
+        return call_below_function(func, types, args, kwargs)
+    except RuntimeError:
+        if func not in METHODS:
+            raise
+        return NotImplemented
 
 
 def _computed(
