@@ -229,3 +229,19 @@ def test_inplace_into_an_unbatched_tensor(name: str) -> None:
     assert row is not None and row.rule is not None
     with pytest.raises(RuntimeError, match="in place into a tensor that is not batched"):
         row.rule(op, Level(2), bdims, args, kwargs)
+
+
+@pytest.mark.parametrize("fill", [torch.Tensor.masked_fill, torch.Tensor.masked_fill_])
+def test_a_real_tensor_is_filled_with_the_complex_values_that_are_real(fill: Any) -> None:
+    x, mask = torch.randn(3, 4), torch.rand(3, 4) > 0.5
+    real = torch.complex(torch.randn(3), torch.zeros(3))
+
+    def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+        return fill(x.clone(), mask, value)
+
+    want = torch.stack([filled(*example) for example in zip(x, mask, real, strict=True)])
+    torch.testing.assert_close(tsfunc.vmap(filled)(x, mask, real), want)
+    with pytest.raises(RuntimeError, match=r"cannot be converted to type .* without overflow"):
+        filled(x[1], mask[1], real[1] + 1j)
+    with pytest.raises(RuntimeError, match=r"cannot be converted to type .* without overflow"):
+        tsfunc.vmap(filled)(x, mask, real + 1j)

@@ -136,7 +136,18 @@ def masked_fill_tensor(
     if logical_rank(args[2], bdims[2]) or args[1].dtype is not torch.bool:
         return raise_as_one_example(op, bdims, args, kwargs)
     (x, mask, value), bdim = align(args, bdims)
-    return torch.where(mask, value.to(x.dtype), x), bdim
+    return torch.where(mask, _as_filling(value, x), x), bdim
+
+
+def _as_filling(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a value in the dtype of the tensor that it fills; complex values must be real."""
+    if value.is_complex() and not x.is_complex():
+        name = str(x.dtype).removeprefix("torch.")
+        torch.ops.aten._assert_async.msg(
+            (value.imag == 0).all(), f"value cannot be converted to type {name} without overflow"
+        )
+        value = value.real
+    return value.to(x.dtype)
 
 
 @row("aten::masked_fill_.Scalar")
@@ -165,7 +176,7 @@ def masked_fill_tensor_inplace(
     if logical_rank(args[2], bdims[2]) or args[1].dtype is not torch.bool:
         return raise_as_one_example(op, bdims, args, kwargs)
     (_, mask, value), _ = align(args, bdims, x.dim() - 1 - bdim)
-    x.copy_(torch.where(mask, value.to(x.dtype), x))
+    x.copy_(torch.where(mask, _as_filling(value, x), x))
     return x, bdim
 
 
