@@ -46,7 +46,13 @@ class Pair:
     text: str
 
 
+@tensordict.tensorclass
+class OfOne:
+    a: torch.Tensor
+
+
 Made: Any = Pair
+Single: Any = OfOne
 
 INPUTS: dict[str, Callable[[], Any]] = {
     "nested": nested,
@@ -164,6 +170,34 @@ def test_locked_collections_are_locked_inside(stack_dim: int, in_dim: int) -> No
         given.lock_()
         with pytest.raises(RuntimeError, match="Cannot modify locked"):
             write(given)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"data_dependent": "split"}])
+@pytest.mark.parametrize("out_dim", [0, 1, -1])
+@pytest.mark.parametrize("stack_dim", [0, 1])
+@pytest.mark.parametrize("kind", ["a lazy stack", "a tensorclass"])
+def test_a_lazy_stack_that_the_function_returns_stays_one(
+    kind: str, stack_dim: int, out_dim: int, options: dict[str, Any]
+) -> None:
+    """It is torch.func's, for functions that return the collection that they receive."""
+    given = lazy(stack_dim).exclude("b")
+    if kind == "a tensorclass":
+        given = Single.from_tensordict(given, {})
+
+    def write(t: Any) -> Any:
+        return t.set("a", t.get("a").sin())
+
+    for func in (write, FUNCTIONS["identity"]):
+        got = tsfunc.vmap(func, stack_dim, out_dim, **options)(given)
+        dim = out_dim % 2
+        stack = got._tensordict if kind == "a tensorclass" else got
+        assert type(got) is type(given)
+        assert isinstance(stack, LazyStack)
+        assert stack.stack_dim == dim
+        assert_same(got, stacked([func(each.clone()) for each in given.unbind(stack_dim)], dim))
+    got = tsfunc.vmap(FUNCTIONS["identity"], stack_dim, **options)(given.lock_())
+    assert got.is_locked
+    assert not isinstance(tsfunc.vmap(lambda t: t.clone(), stack_dim)(given), LazyStack)
 
 
 def test_the_function_sees_no_mapped_dim() -> None:

@@ -8,13 +8,16 @@ collections change in the same way. ``in_dims`` and ``out_dims`` count the batch
 the last batch dim.
 
 Each collection becomes a pytree node whose leaves are its tensors. The node is rebuilt without the
-mapped dim (an input), or with the dim that the results have (an output). tsfunc does not import
-tensordict: a program that has not imported it has no collections.
+mapped dim (an input), or with the dim that the results have (an output). A lazy stack that is
+mapped over its stack dim is a TensorDict of stacked tensors inside of the function; if the function
+returns this object, the result is a lazy stack along the dim in ``out_dims``. tsfunc does not
+import tensordict: a program that has not imported it has no collections.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,11 +72,14 @@ class _Change:
         kind: "drop" a dim, "insert" one, or "resize" one.
         dim: counted from the front; None if the batch size stays.
         size: the size of the dim that is inserted or resized.
+        lazy: True if the dim is the stack dim of a lazy stack, which ``like`` replaces.
     """
 
-    def __init__(self, like: Any, kind: str, dim: int | None, size: Any = None) -> None:
-        self.like, self.kind, self.dim, self.size = like, kind, dim, size
-        self._key = type(like), _keys(like), len(like.batch_size), kind, dim
+    def __init__(
+        self, like: Any, kind: str, dim: int | None, size: Any = None, *, lazy: bool = False
+    ) -> None:
+        self.like, self.kind, self.dim, self.size, self.lazy = like, kind, dim, size, lazy
+        self._key = type(like), _keys(like), len(like.batch_size), kind, dim, lazy
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Change) and self._key == other._key
@@ -188,19 +194,36 @@ def _rebuilt(collection: Any, change: _Change, leaves: Iterator[Any]) -> Any:
     )  # fmt: skip
 
 
-def _with_tensors_at(collection: Any, dim: int) -> Any:
-    """Return the collection with its lazy stacks along a dim made tensors."""
-    module = tensordict_module()
+def _is_lazy_at(collection: Any, dim: int | None) -> bool:
+    """True for a lazy stack along a dim."""
     inner = _inner(collection)
-    if isinstance(inner, module.LazyStackedTensorDict) and inner.stack_dim == dim:
-        if not module.is_non_tensor(collection):
-            made = collection.contiguous()
-            return made.lock_() if collection.is_locked else made
-        raise ValueError(
-            f"vmap: the values {collection.tolist()} of a tensordict differ along the mapped dim "
-            f"and are not tensors. Exclude them: tensordict.exclude(key)."
-        )
-    return collection
+    kind = tensordict_module().LazyStackedTensorDict
+    return isinstance(inner, kind) and inner.stack_dim == dim
+
+
+def _with_tensors(stack: Any) -> Any:
+    """Return a lazy stack with the tensors of its parts stacked."""
+    if not tensordict_module().is_non_tensor(stack):
+        made = stack.contiguous()
+        return made.lock_() if stack.is_locked else made
+    raise ValueError(
+        f"vmap: the values {stack.tolist()} of a tensordict differ along the mapped dim "
+        f"and are not tensors. Exclude them: tensordict.exclude(key)."
+    )
+
+
+def _stacked_lazily(collection: Any, dim: int) -> Any:
+    """Return a collection as a lazy stack along a dim."""
+    inner = _inner(collection)
+    if inner is not collection:
+        stack = _stacked_lazily(inner, dim)
+        return type(collection).from_tensordict(stack, dict(collection._non_tensordict))
+    stack = tensordict_module().LazyStackedTensorDict(*collection.unbind(dim), stack_dim=dim)
+    return stack.lock_() if collection.is_locked else stack
+
+
+# The collections that functions received for lazy stacks mapped over their stack dim, by id.
+_mapped_stacks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _flatten(node: _CollectionNode) -> tuple[Sequence[Any], _Change]:
@@ -208,7 +231,13 @@ def _flatten(node: _CollectionNode) -> tuple[Sequence[Any], _Change]:
 
 
 def _unflatten(change: _Change, leaves: Sequence[Any]) -> Any:
-    return _rebuilt(change.like, change, iter(leaves))
+    made = _rebuilt(change.like, change, iter(leaves))
+    if not change.lazy or change.dim is None:
+        return made
+    if change.kind == "drop":
+        _mapped_stacks[id(made)] = made
+        return made
+    return _stacked_lazily(made, change.dim)
 
 
 optree.register_pytree_node(_CollectionNode, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
@@ -237,8 +266,9 @@ def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] |
             made.append(_Unmapped(leaf.collection))
         else:
             dim = _dim_of(spec, leaf.collection, dim)
-            collection = _with_tensors_at(leaf.collection, dim)
-            change = _Change(collection, "drop", dim)
+            lazy = _is_lazy_at(leaf.collection, dim)
+            collection = _with_tensors(leaf.collection) if lazy else leaf.collection
+            change = _Change(collection, "drop", dim, lazy=lazy)
             made.append(_CollectionNode(collection, change))
             flat_dims += [dim for _, dim in _leaves(collection, change)]
     return pytrees.unflatten(tree, made), flat_dims
@@ -324,7 +354,12 @@ def returned_collections(
                     f"[{-rank}, {rank - 1}], but got {dim})"
                 )
             dim %= rank
-        change = _Change(collection, kind, dim, size)
+        if whole:
+            lazy = _is_lazy_at(collection, dim)
+            collection = _with_tensors(collection) if lazy else collection
+        else:
+            lazy = _mapped_stacks.get(id(collection)) is collection
+        change = _Change(collection, kind, dim, size, lazy=lazy)
         made.append(_CollectionNode(collection, change))
         flat_dims += [dim for _, dim in _leaves(collection, change)]
     return pytrees.unflatten(tree, made), flat_dims
