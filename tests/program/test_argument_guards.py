@@ -121,7 +121,9 @@ def test_a_loaded_function_names_the_guard_of_the_trace_that_fails(tmp_path: Pat
 
 def test_a_file_with_an_unknown_kind_of_guard_is_refused() -> None:
     field = Field.parse(b'{"shape": [1]}', "here")
-    with pytest.raises(FileFormatError, match="expected a guard: condition, property, aliasing"):
+    with pytest.raises(
+        FileFormatError, match="expected a guard: condition, property, aliasing, memory"
+    ):
         trace_guards.read_trace_guard(field, trace_guards.DescribedArguments({}, (), ()))
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import cond, fori_loop, grad, jvp, psum, specialize, switch, vmap, while_loop
+from tsfunc import cond, fori_loop, grad, jvp, load, psum, specialize, switch, vmap, while_loop
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda w, c: w.add_(c),
@@ -261,3 +262,29 @@ def test_a_program_reads_a_write_by_a_tensor_from_outside_of_that_memory(
 
     for x in (torch.ones(2), torch.tensor([1.0, -2.0]), -torch.ones(2)):
         torch.testing.assert_close(run(x, program=True), run(x, program=False))
+
+
+@pytest.mark.parametrize("control", ["cond", "fori_loop"])
+def test_arguments_that_begin_to_share_memory_get_a_program_of_their_own(
+    control: str, tmp_path: Path
+) -> None:
+    def f(x: Tensor, y: Tensor, n: Tensor) -> Tensor:
+        def write(total: Tensor) -> Tensor:
+            x.add_(1.0)
+            return total + y
+
+        if control == "cond":
+            return cond(n > 0, write, torch.neg, torch.zeros(3))
+        return fori_loop(0, n, lambda i, total: write(total), torch.zeros(3))
+
+    def calls(g: Callable[..., Tensor]) -> list[Tensor]:
+        x, n = torch.arange(3.0), torch.tensor(2)
+        k, both = x.clone(), torch.arange(6.0)
+        out = [g(x, x.clone(), n), g(k, k, n), g(both[:3], both[3:], n), x, k, both]
+        return [*out, *vmap(g, in_dims=(0, 0, None))(torch.ones(2, 3), torch.ones(2, 3), n)]
+
+    program = specialize(f)
+    torch.testing.assert_close(calls(program), calls(f))
+    assert "x, y, n do not share memory" in program.guards
+    program.save(tmp_path / "f.tsf", exact=True)
+    torch.testing.assert_close(calls(load(tmp_path / "f.tsf")), calls(f))

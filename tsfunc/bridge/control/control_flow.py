@@ -24,6 +24,9 @@ import torch.fx
 from tsfunc.bridge.tracers.draw_keys import packed_draw_counts
 from tsfunc.bridge.tracers.operators import TorchOperator, draws
 
+# Takes the operands of a call and returns the results of a body.
+BodyFunction = Callable[[Sequence[Any]], Sequence[Any]]
+
 
 @dataclass(eq=False)
 class Body:
@@ -35,17 +38,39 @@ class Body:
         inputs: for each input of the graph, the position of its operand in the call.
         source: the graph as Python source; empty until it is written.
         function: the function that the source defines, from a list of operands to the results.
+        owned: the operands of a loop's carry that ``in_place`` writes into.
+        in_place: the same function without copies of these operands: NOTE [owned carries] in
+            ``program/passes/owned_carries``; None if it would copy nothing less.
     """
 
     name: str
     graph: torch.fx.Graph
     inputs: tuple[int, ...]
     source: str = ""
-    function: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    function: BodyFunction | None = None
+    owned: tuple[int, ...] = ()
+    in_place: BodyFunction | None = None
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         assert self.function is not None
         return tuple(self.function(operands))
+
+    def with_own_carry(self, operands: tuple[Any, ...]) -> tuple[BodyFunction, tuple[Any, ...]]:
+        """Return the function of a loop's steps, and the operands of the first step.
+
+        Autograd saves values of each step, which no later step may write into.
+        """
+        assert self.function is not None
+        if self.in_place is None or _records(operands):
+            return self.function, operands
+        own = [x.clone() if i in self.owned else x for i, x in enumerate(operands)]
+        return self.in_place, tuple(own)
+
+
+def _records(operands: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in operands
+    )
 
 
 # The mesh axes along which a value differs between ranks (``program.passes.equal_values``).
@@ -83,6 +108,8 @@ class ControlFlow:
 
     # True if the operator may have effects beside its results.
     opaque = False
+    # The number of tensors in the carry of a loop.
+    carried = 0
 
     @property
     def random(self) -> bool:

@@ -153,9 +153,14 @@ class ArgRemapper:
         return refused_write(self.label, tuple(value.shape), self.subset.root, why)
 
 
+def physical_tensor(value: Any) -> Any:
+    """Return the tensor inside of the batch and grad tracers of a value."""
+    return innermost_value(value, BatchTracer | GradTracer)
+
+
 def write_count(value: Any) -> int:
     """Return the number of writes into a tensor's memory; 0 if torch does not count them."""
-    inner = innermost_value(value, BatchTracer | GradTracer)
+    inner = physical_tensor(value)
     if isinstance(inner, TraceTracer):
         return count_writes(inner.node)
     with DisableTorchFunction():

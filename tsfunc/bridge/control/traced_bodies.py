@@ -12,8 +12,9 @@ batch of calls are contiguous.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
@@ -27,10 +28,17 @@ from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed
 from tsfunc.bridge.control.node_writes import memory_key, written_bases
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel, TraceTracer
+from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import dense_strides, in_memory_order, is_expanded, memory_order
+from tsfunc.ops.dims import (
+    InplaceRefused,
+    dense_strides,
+    in_memory_order,
+    is_expanded,
+    memory_order,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,11 @@ class TracedResult:
 class TracedBody:
     """A body that was run once on traced tensors.
 
+    Args:
+        inputs: the tensors of the call that the body's arguments are.
+        hidden: the vmaps that the body does not see.
+        by_value: True to copy arguments that the body writes into: NOTE [bodies without writes].
+
     Attributes:
         level: its level, with the graph.
         arguments: the tensors that it was run on.
@@ -51,20 +64,65 @@ class TracedBody:
         spec: the structure of the results.
     """
 
+    level: BodyLevel
+    arguments: list[Any]
+    leaves: list[Any]
+    spec: Any
+
     def __init__(
         self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any],
-        hidden: HiddenVmaps | None = None,
+        hidden: HiddenVmaps | None = None, *, by_value: bool = False,
     ) -> None:  # fmt: skip
-        self.level = BodyLevel(trace, hidden or HiddenVmaps())
-        self.arguments = [self.level.argument(x) for x in inputs]
         self._unwrapped: list[Any] = []
-        with in_body(self.level):
-            out = func(*self.arguments)
-            leaves, self.spec = pytrees.flatten(out)
-            self.leaves = [self.level.remap(leaf) for leaf in leaves]
+        self._level = functools.partial(BodyLevel, trace, hidden or HiddenVmaps())
+        written = self._run(func, inputs, by_value, ())
+        if written:
+            self._run(func, inputs, by_value, written)
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 self._refuse_own_sizes(leaf)
+
+    def _run(
+        self,
+        func: Callable[..., Any],
+        inputs: Sequence[Any],
+        by_value: bool,
+        copied: Container[int],
+    ) -> list[int]:
+        """Trace the body, and return the positions of arguments for a call to copy.
+
+        Args:
+            copied: the positions of arguments that a call copies.
+        """
+        level = self.level = self._level()
+        self.arguments = [level.argument(x) for x in inputs]
+        copies: dict[torch.fx.Node, TraceTracer] = {}
+        others: dict[torch.fx.Node, int] = {}
+        for i, argument in enumerate(self.arguments if by_value else ()):
+            inner, _ = unwrap_all(argument)
+            if i in copied or not isinstance(inner, TraceTracer) or inner.node.op != "placeholder":
+                continue
+            if _keeps_strides(inner.value):
+                copies[_use_copy(inner, level)] = inner
+            else:
+                others[inner.node] = i
+        try:
+            with in_body(level):
+                given = [
+                    x.clone(memory_format=torch.contiguous_format) if i in copied else x
+                    for i, x in enumerate(self.arguments)
+                ]
+                leaves, self.spec = pytrees.flatten(func(*given))
+                self.leaves = [level.remap(leaf) for leaf in leaves]
+        except InplaceRefused:
+            if not others:
+                raise
+            return [*others.values()]
+        written = written_bases(level.graph)
+        for node, tracer in copies.items():
+            if node not in written:
+                _use_itself(tracer, node)
+        return [i for node, i in others.items() if node in written]
 
     @property
     def out(self) -> Any:
@@ -139,10 +197,38 @@ class TracedBody:
 
 
 # NOTE [bodies without writes]
-# A vmap or a derivative of a call sees its operands and results alone. A body therefore writes into
-# copies of the tensors that it closes over. Their values are results, which are copied into the
-# tensors after the call. If a body uses two tensors of one memory, it writes into the tensors
-# themselves.
+# A vmap or a derivative of a call sees its operands and results alone. The body of a loop therefore
+# writes into copies of its arguments. A copy keeps the strides of a tensor without gaps, so that it
+# needs no operator in the trace: its node stands for the argument, and is removed if nothing is
+# written into it. A body also writes into copies of the tensors that it closes over. Their values
+# are results, which are copied into the tensors after the call. If a body uses two tensors of one
+# memory, it writes into the tensors themselves.
+def _keeps_strides(value: torch.Tensor) -> bool:
+    """True if a copy of a tensor has its strides."""
+    plain = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+    return plain and order_of(value) is not None
+
+
+def _use_copy(argument: TraceTracer, level: BodyLevel) -> torch.fx.Node:
+    """Let a body use a copy of an argument, and return the copy's node."""
+    clone = torch.ops.aten.clone.default
+    node = level.record(clone, (argument.node,))
+    node.meta |= {
+        "op": operator_of(clone), "val": argument.value, "requires_grad": argument.tracks,
+    }  # fmt: skip
+    argument.node = node
+    return node
+
+
+def _use_itself(argument: TraceTracer, copy: torch.fx.Node) -> None:
+    """Let a body use an argument itself in place of its copy."""
+    (node,) = copy.all_input_nodes
+    copy.replace_all_uses_with(node)
+    copy.graph.erase_node(copy)
+    if isinstance(argument, TraceTracer):  # a write makes it a tracer of another level
+        argument.node = node
+
+
 def written_outside(bodies: Sequence[TracedBody]) -> list[torch.Tensor]:
     """Return the tensors that bodies close over and write into, as the code around sees them."""
     written: dict[int, torch.Tensor] = {}
@@ -154,6 +240,8 @@ def written_outside(bodies: Sequence[TracedBody]) -> list[torch.Tensor]:
                 written[id(outer)] = outer
     if not written:
         return []
+    if not all(isinstance(memory_key(x), torch.fx.Node) for x in written.values()):
+        bodies[0].level.tensor_guards.of_memory = True
     used = [body.level.outside(x) for body in bodies for x, _ in body.level.taken.values()]
     memories = Counter(map(memory_key, {id(x): x for x in used}.values()))
     shared = any(memories[memory_key(x)] > 1 for x in written.values())

@@ -220,6 +220,7 @@ class TensorGuards:
         answer: returns the value of a node if the trace can know it, else None.
         hashes_tensors: True if tensors were hashed (keys of a dict, elements of a set), so that
             their identity matters.
+        of_memory: True if it matters which arguments share memory.
     """
 
     def __init__(self, label: str) -> None:
@@ -230,6 +231,7 @@ class TensorGuards:
         self.attribute_of: Callable[[TracedArgument, str], Any] = _attribute
         self.answer: Callable[[torch.fx.Node], Any] = lambda node: None
         self.hashes_tensors = False
+        self.of_memory = False
         self._arguments: dict[int, tuple[Any, TracedArgument]] = {}
 
     def add(self, tracer: Any, argument: TracedArgument) -> None:

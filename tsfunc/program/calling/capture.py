@@ -65,7 +65,13 @@ from tsfunc.program.graphs.codegen import generate, generated_name
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, NumberSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.trace_guards import Aliasing, ConditionHolds, Property, TraceGuard
+from tsfunc.program.guarding.trace_guards import (
+    Aliasing,
+    ConditionHolds,
+    Property,
+    SharedMemory,
+    TraceGuard,
+)
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import literals_of, simplify
 from tsfunc.program.program import Program
@@ -432,12 +438,22 @@ class _Trace:
             self._guard_anomaly_mode()
         numbers = self.instances.builder.numbers
         properties = level.tensor_guards.property_guards.values()
-        guards = [*map(ConditionHolds, conditions), *map(Property, properties), *self._aliasing()]
+        guards = [
+            *map(ConditionHolds, conditions), *map(Property, properties),
+            *self._aliasing(), *self._shared_memory(),
+        ]  # fmt: skip
         return replace(
             program, trace_guards=tuple(guards), larger_minima=larger_minima,
             attributes=(*self._attributes, *numbers.inputs),
             looks_at_grad=level.tensor_guards.of_grad, numbers=dict(numbers.read),
         )  # fmt: skip
+
+    def _shared_memory(self) -> list[TraceGuard]:
+        """Guard the arguments that share memory, if a body of control flow writes into one."""
+        positions = [spec.position for spec in self.request.inputs]
+        if not self.level.tensor_guards.of_memory or len(positions) < 2:
+            return []
+        return [SharedMemory.of(self.request.flat, positions)]
 
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""

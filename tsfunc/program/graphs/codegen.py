@@ -38,6 +38,7 @@ from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
+from tsfunc.program.passes.owned_carries import owned_carries, without_copies
 from tsfunc.types.values import same_value
 from tsfunc.user_code import LOCATIONS, Location
 
@@ -319,6 +320,11 @@ def write_bodies(op: ControlFlow) -> None:
     for body in op.bodies:
         if body.function is None:
             body.source, body.function = generate(body.name, body.graph, body.inputs, {})
+            owned = owned_carries(body, op.carried) if op.carried else {}
+            if owned:
+                graph = without_copies(body, owned)
+                body.owned = tuple(owned)
+                body.in_place = generate(body.name, graph, body.inputs, {})[1]
 
 
 # --- a program as text: its Python, with the type of each value and the user's own lines

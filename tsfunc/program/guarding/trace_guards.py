@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.errors import DescriptorError
@@ -200,7 +201,52 @@ class Aliasing(TraceGuard):
         return cls(tuple(_group(group, described.tensors) for group in field.items()))
 
 
-TRACE_KINDS: tuple[type[TraceGuard], ...] = (ConditionHolds, Property, Aliasing)
+@dataclass(frozen=True, eq=False)
+class SharedMemory(TraceGuard):
+    """Arguments that share memory, and those that do not.
+
+    A body of control flow writes into copies of the tensors that it closes over, one for each
+    memory: NOTE [bodies without writes] in ``bridge/control/traced_bodies``.
+
+    Attributes:
+        groups: the positions of the tensors, grouped by their memory.
+    """
+
+    json_key: ClassVar[str] = "memory"
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, flat: Sequence[Any], positions: Iterable[int]) -> SharedMemory:
+        """Return the guard that a call meets with the tensors at these positions."""
+        groups: dict[Any, list[int]] = {}
+        for position in positions:
+            groups.setdefault(memory_key(flat[position]), []).append(position)
+        return cls(tuple(map(tuple, groups.values())))
+
+    def is_met(self, flat: Sequence[Any]) -> bool:
+        """True if the same tensors of a call share memory."""
+        positions = sorted(position for group in self.groups for position in group)
+        return SharedMemory.of(flat, positions).groups == self.groups
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return (f"if not {code.name(self.is_met)}(args): return None",)
+
+    def texts(self, name: Names) -> Iterator[str]:
+        for group in self.groups:
+            if len(group) > 1:
+                yield f"{', '.join(map(name, group))} share memory"
+        if len(self.groups) > 1:
+            yield f"{', '.join(name(group[0]) for group in self.groups)} do not share memory"
+
+    def to_json(self) -> Any:
+        return [list(group) for group in self.groups]
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> SharedMemory:
+        return cls(tuple(_group(group, described.tensors) for group in field.items()))
+
+
+TRACE_KINDS: tuple[type[TraceGuard], ...] = (ConditionHolds, Property, Aliasing, SharedMemory)
 """The kinds of guards in this file, in the order of their code."""
 
 _BY_JSON_KEY = {kind.json_key: kind for kind in TRACE_KINDS}

@@ -22,6 +22,7 @@ import torch
 from tsfunc.bridge.control.control_flow import Axes, Body, ReducedOperator
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.dispatch.state import tls
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
 from tsfunc.transforms.abstract_eval import abstract_results
@@ -249,6 +250,9 @@ class Scan(ControlFlowOperator):
             like = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
             return (*carry, *stack_of_no_steps(tuple(like), 0))
         step: Any = body.function
+        if not tls.state.levels:
+            step, operands = body.with_own_carry(operands)
+            carry = operands[:carried]
         results: list[Sequence[Any]] = []
         for row in self.rows(along):
             stepped = step((*carry, *row, *rest))

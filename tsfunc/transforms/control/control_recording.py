@@ -181,13 +181,15 @@ class Carry:
 
     def inputs(self) -> list[Any]:
         """Return the tensors among the leaves, with their batch dims in front."""
-        wrapped: list[Any] = [
-            None if stack is None else rewrap_as(leaf, stack)
-            for leaf, stack in zip(self.leaves, self.stacks(), strict=True)
-        ]
-        for i in self.copied:
-            wrapped[i] = wrapped[i].clone(memory_format=torch.contiguous_format)
-        return [x for x in wrapped if x is not None]
+        wrapped: list[Any] = []
+        for i, (leaf, stack) in enumerate(zip(self.leaves, self.stacks(), strict=True)):
+            if stack is None:
+                continue
+            tensor = rewrap_as(leaf, stack)
+            if i in self.copied:  # the batching rule of clone may move batch dims
+                tensor = rewrap_as(tensor.clone(memory_format=torch.contiguous_format), stack)
+            wrapped.append(tensor)
+        return wrapped
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors."""
@@ -308,7 +310,7 @@ def record_scan(
 
     while True:
         inputs = carry.inputs()
-        body = TracedBody(trace, run, [*inputs, *slices])
+        body = TracedBody(trace, run, [*inputs, *slices], by_value=True)
         (new, _), ys = body.out
         given, _ = carry.tree_with_numbers(inputs)
         names = ("the carry", "the carry that the function returns")
@@ -387,13 +389,17 @@ def record_while(
     while True:
         inputs = carry.inputs()
         hidden = carry.hidden
-        body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden)
+        body = TracedBody(
+            trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden, by_value=True
+        )
         check_carried(
             label, names, (shown(carry.tree_with_numbers(inputs)), shown(body.out)), advice
         )
         if not carry.numbers_match(body):
             continue
-        condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden)
+        condition = TracedBody(
+            trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden, by_value=True
+        )
         condition.convert_results([torch.bool] * len(condition.leaves))
         differs = [x for x in condition.batched()[0].values() if x.bdim is not None]
         if differs and choice is None:
@@ -489,7 +495,7 @@ def record_associative_scan(
 
     while True:
         slices = one.inputs()
-        body = TracedBody(trace, run, [*slices, *slices])
+        body = TracedBody(trace, run, [*slices, *slices], by_value=True)
         check_carried(label, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
         operators = [node.meta.get("op") for node in body.level.graph.nodes]
         if drew or any(getattr(op, "random", False) for op in operators):

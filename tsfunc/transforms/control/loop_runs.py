@@ -10,7 +10,7 @@ import torch
 
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.subsets import run_guarded
+from tsfunc.bridge.control.subsets import SubsetLevel, run_guarded
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.trace.trace_level import current_trace
@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.draw_keys import (
     merge_draw_counts,
     set_draw_counts,
 )
+from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.checkpoint import run as run_checkpointed
@@ -48,6 +49,7 @@ from tsfunc.transforms.control.derived_operators import (
     push_through,
     with_zeros,
 )
+from tsfunc.transforms.control.loop_values import LoopValues
 from tsfunc.transforms.control.outputs import (
     as_tensor,
     check_carried,
@@ -66,7 +68,11 @@ ADVICE = (
 
 
 class Loop:
-    """A loop: a condition, a body, and the checkpoint mode of reverse mode."""
+    """A loop: a condition, a body, and the checkpoint mode of reverse mode.
+
+    Args:
+        writes: False if the body is known not to write into the carry.
+    """
 
     def __init__(
         self,
@@ -74,9 +80,10 @@ class Loop:
         cond_fun: Callable[[Any], Any],
         body_fun: Callable[[Any], Any],
         checkpoint: Checkpoint = None,
+        writes: bool | None = None,
     ) -> None:
         self.label, self.cond_fun, self.body_fun = label, cond_fun, body_fun
-        self.checkpoint = checkpoint
+        self.checkpoint, self.writes = checkpoint, writes
         self.written: Callable[..., Any] = body_fun  # the user's function that body_fun calls
         self.checked = False
         self.draws = False  # True if the recorded condition draws random numbers
@@ -103,6 +110,7 @@ class Loop:
 
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
         """Run the loop, or its next ``limit`` steps; return the carry, and True at its end."""
+        self.values = LoopValues(self.writes)
         steps = 0
         trace = current_trace()
         traced = trace is not None
@@ -140,6 +148,7 @@ class Loop:
         self, carry: Any, value: Any, choice: BatchedChoice, limit: int | None
     ) -> tuple[Any, bool]:
         """Run the loop if the condition differs from example to example."""
+        self.values = LoopValues(self.writes)
         level = choice.level
         if choice.is_empty:
             return numbers_to_tensors(carry), True
@@ -171,11 +180,16 @@ class Loop:
 
     def step(self, carry: Any) -> Any:
         """Run the body once; only the first result's type is checked."""
-        new = self.body_fun(carry)
+        given, new = self.values.call(self.body_fun, carry)
         if not self.checked:
-            check_carried(self.label, ("the carry", "the result of the body"), (carry, new), ADVICE)
+            check_carried(self.label, ("the carry", "the result of the body"), (given, new), ADVICE)
             self.checked = True
-        return new
+        return self.values.next_carry(given, new)
+
+    def copy_carry(self) -> None:
+        """Let the next step copy a carry of which other examples may have the same tensors."""
+        if self.values.written:
+            self.values = LoopValues(self.writes)
 
     def check_end(self, carry: Any) -> Any:
         """Return the last carry; without a step, check the body's type now."""
@@ -201,6 +215,8 @@ class Loop:
         carry, drawn = state
         with group.running((self.cond_fun, self.body_fun, carry)):
             set_draw_counts(drawn)
+            if isinstance(group.level, SubsetLevel):
+                self.copy_carry()
             carry, made, active = self.common_steps(group.level, limit, carry)
             return (carry, draw_counts(group.level.depth)), made, active
 
@@ -242,6 +258,7 @@ class Loop:
 
         def body(state: Any) -> Any:
             carry, active = state
+            self.copy_carry()
             step = counted(self.and_condition, level.depth)
             if guarded:
                 stepped, drawn = run_guarded(level, active, self.label, step, (carry,))
@@ -249,8 +266,9 @@ class Loop:
                 stepped, drawn = step(carry)
             return self.keep_finished(level, active, stepped, drawn, carry)
 
+        self.values = LoopValues(self.writes)
         # This loop runs as long as any example continues; its body checks the steps.
-        every = Loop(self.label, lambda state: state[1].any(), body, self.checkpoint)
+        every = Loop(self.label, lambda state: state[1].any(), body, self.checkpoint, writes=False)
         every.checked = True
         return every.run_to_end((carry, values_at(value, level)))[0]
 
@@ -343,7 +361,7 @@ class CountedLoop(Loop):
             after = torch.arange(some + 1, device=number.device, dtype=number.dtype)
             *numbers, number = (number.reshape(()) + after).unbind()
             for i in numbers:
-                value = self.numbered(i, value)
+                value = self.values.next_carry(value, self.numbered(i, value))
             carry = number, last, value
             count -= some
         return super().steps(carry, count)
@@ -398,12 +416,16 @@ class _LoopInProgram(Loop):
 def _run(op: While, *operands: Any) -> Any:
     """Run a traced loop."""
     condition, body = op.bodies
+    step: Any = body.function
+    if not tls.state.levels:
+        step, operands = body.with_own_carry(operands)
     rest = operands[op.carried :]
     loop = _LoopInProgram(
         op.name,
         lambda carry: condition(*carry, *rest)[0],
-        lambda carry: body(*carry, *rest),
+        lambda carry: tuple(step((*carry, *rest))),
         op.checkpoint,
+        writes=False,
     )
     loop.bodies, loop.rest, loop.checked = (condition, body), rest, True
     return loop.run_to_end(operands[: op.carried])
@@ -425,7 +447,7 @@ def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *opera
         f"{op.name}_pullback",
         lambda state: condition(*state[1:], *rest)[0],
         lambda state: (state[0] + 1, *body(*state[1:], *rest)),
-        None,
+        writes=False,
     )
     made = loop.run_to_end((none, *carry))[0]
     steps: Any = made.clamp(min=1).item()
@@ -463,6 +485,7 @@ def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[
         lambda state: condition(*state[: op.carried], *rest)[0],
         step,
         op.checkpoint,
+        writes=False,
     )
     last = loop.run_to_end((*carry, *with_zeros(tangents, carry, moved)))
     return with_zeros(dict(zip(moved, last[op.carried :], strict=True)), carry, range(op.carried))

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.control_flow import Body
+from tsfunc.bridge.control.control_flow import Body, BodyFunction
 from tsfunc.bridge.grad.linear_maps import value_batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
@@ -116,12 +116,17 @@ class PhysicalBatch:
         columns = zip(*[state for _, state in parts], strict=True)
         return [_selected(torch.cat(column), order) for column in columns]
 
-    def vmapped(self, body: Body) -> Every | None:
-        """Return a function that runs a body for every example; None if it can't be traced."""
+    def vmapped(self, body: Body, function: BodyFunction | None = None) -> Every | None:
+        """Return a function that runs a body for every example; None if it can't be traced.
+
+        Args:
+            function: a function of the body; by default the one that writes into copies.
+        """
+        function = body.function if function is None else function
         known = _programs.setdefault(body, {})
-        key = tuple([self._type(i) for i in body.inputs])
+        key = (function is body.in_place, *[self._type(i) for i in body.inputs])
         if key not in known:
-            known[key] = self._traced(body) if len(known) < _MOST else None
+            known[key] = self._traced(body, function) if len(known) < _MOST else None
         return known[key]
 
     def _type(self, i: int) -> Any:
@@ -137,10 +142,10 @@ class PhysicalBatch:
             return placeholder((_SOME, *x.shape[1:]), x.dtype, x.device)
         return placeholder(x.shape, x.dtype, x.device, x.stride())
 
-    def _traced(self, body: Body) -> Every | None:
-        if any(map(is_random, body.graph.nodes)) or body.function is None:
+    def _traced(self, body: Body, function: BodyFunction | None) -> Every | None:
+        if any(map(is_random, body.graph.nodes)) or function is None:
             return None
-        operands, function = self.operands, body.function
+        operands = self.operands
         used = sorted(set(body.inputs))
         tensors = [i for i in used if isinstance(operands[i], torch.Tensor)]
         dims = tuple([0 if self.batched[i] else None for i in tensors])
@@ -213,12 +218,11 @@ def run_batched_loop(
 ) -> Sequence[torch.Tensor] | None:
     """Same as ``run_known_loop`` for physical operands; calls the condition without ``active``."""
     batch = batch.with_batched(carried)
-    ask, step = batch.vmapped(condition), batch.vmapped(body)
+    function, own = body.with_own_carry(tuple(batch.operands))
+    ask, step = batch.vmapped(condition), batch.vmapped(body, function)
     if ask is None or step is None:
         return None
-    carry = batch.operands[:carried]
-    if any(map(writes, body.graph.nodes)):
-        carry = [x.clone() for x in carry]
+    carry = own[:carried]
     rest = batch.without(carried)
 
     def steps(group: PhysicalBatch, carry: Sequence[Any], left: int | None) -> Any:

@@ -37,6 +37,7 @@ from tsfunc.transforms.control.derived_operators import (
     push_through,
     with_zeros,
 )
+from tsfunc.transforms.control.loop_values import LoopValues
 from tsfunc.transforms.control.outputs import (
     check_carried,
     check_pair,
@@ -251,16 +252,18 @@ class ScanStep:
     def __init__(self, label: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         self.label, self.f = label, f
         self.checked = False
+        self.values = LoopValues()
 
     def __call__(self, carry: Any, x: Any) -> tuple[Any, Any]:
-        pair: Any = self.f(carry, x)
+        pair: Any
+        carry, pair = self.values.call(self.f, carry, x)
         if not self.checked:
             check_pair(self.label, pair)
             names = ("the carry", "the carry that the function returns")
             check_carried(self.label, names, (carry, pair[0]), _ADVICE)
             self.checked = True
         new, y = pair
-        return new, y
+        return self.values.next_carry(carry, new), self.values.result(y)
 
 
 def _length(
@@ -438,9 +441,11 @@ def associative_scan(
     if reverse:
         leaves = [leaf.flip(at) for leaf, at in zip(leaves, axes, strict=True)]
 
+    values = LoopValues()
+
     def combine(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
         operands = optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right)
-        combined = fn(*operands)
+        _, combined = values.call(lambda _, *both: fn(*both), None, *operands)
         check_carried("associative_scan", ELEMENTS, (operands[0], combined), _ONE_TYPE)
         return pytrees.flatten(combined)[0]
 

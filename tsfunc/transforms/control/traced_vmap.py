@@ -21,7 +21,6 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.ops.dims import dense_strides
 from tsfunc.program.passes.effects import is_random
-from tsfunc.transforms.control.control_operators import While
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 
 
@@ -75,12 +74,11 @@ def call_for_examples(
     level = next(iter(hidden.levels.values()))
     batched = {i for flags in columns for i, each in enumerate(flags) if each}
     written = {i for body in op.bodies for i in written_inputs(body)}
-    owned = op.carried if isinstance(op, While) else 0  # a loop writes into carries of its own
     for i in sorted(written):
-        if i >= owned and i not in batched and not tensors[i].is_from_outside():
+        if i not in batched and not tensors[i].is_from_outside():
             shape = tuple(tensors[i].shape)
             raise RuntimeError(refused_write(op.name, shape, level, "all examples share"))
-    if any(i >= owned and i in batched for i in written):
+    if any(i in batched for i in written):
         raise CannotUnbatch(level.original.root)
     if any(is_random(node) for body in op.bodies for node in body.graph.nodes):
         raise CannotUnbatch(level.original.root)
