@@ -18,6 +18,8 @@ from tsfunc import (
     associative_scan,
     fori_loop,
     grad,
+    hessian,
+    jacrev,
     jvp,
     pytrees,
     scan,
@@ -167,9 +169,39 @@ def _nested(loops: Loops, x: Tensor, k: Tensor) -> Any:
     return loops.while_loop(lambda carry: carry[0] < k, body, (k * 0, w))[1], w
 
 
+def _expanded(loops: Loops, x: Tensor, k: Tensor) -> Any:
+    """Carries with expanded dims that are swapped in a nested loop."""
+    w, u = x.expand(5), torch.zeros((), dtype=x.dtype).expand(5)
+
+    def swap(carry: Any) -> Any:
+        a, b = carry
+        a.mul_(1.5)
+        return b, a
+
+    def body(i: Any, carry: Any) -> Any:
+        return loops.fori_loop(0, 3, lambda j, inner: swap(inner), carry)
+
+    a, b = loops.fori_loop(0, k.long() + 1, body, (w, u))
+    return a, b, w, u
+
+
+def _gaps(loops: Loops, x: Tensor, k: Tensor) -> Any:
+    """A carry with gaps that a batched value is written into."""
+    w, u = torch.zeros(5, 3, dtype=x.dtype)[:, 1], torch.ones(5, dtype=x.dtype)
+
+    def body(i: Any, carry: Any) -> Any:
+        a, b = carry
+        b[:2] = x[1:3] * k
+        a.mul_(0.5)
+        return b, b.view(-1).clone()
+
+    a, b = loops.fori_loop(0, 3, body, (w, u))
+    return a, b, w, u
+
+
 BODIES = [
     _doubled, _shared, _of_a_number_of_steps, _summed, _slices, _swapped, _twice,
-    _of_saved_values, _nested,
+    _of_saved_values, _nested, _expanded, _gaps,
 ]  # fmt: skip
 
 
@@ -182,19 +214,34 @@ def _total(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _word(word: str, f: Callable[..., Any], dims: tuple[int, int], *, plain: bool) -> Any:
-    """Apply transforms from the end of a word: V is a vmap, G a gradient, J a pushforward by x."""
+    """Apply transforms from the end of a word; V is a vmap."""
     sizes = iter((4, 3))
     for letter in reversed(word):
         if letter == "V":
             size = next(sizes)
             f = loop(f, size, dims) if plain else vmap(f, in_dims=dims)
         else:
-            f = grad(_total(f)) if letter == "G" else _pushed(f)
+            f = OF_LETTERS[letter](f)
     return f
 
 
 def _pushed(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, k: jvp(lambda x: f(x, k), (x,), (x.cos(),))[1]
+
+
+OF_LETTERS: dict[str, Callable[..., Any]] = {
+    "G": lambda f: grad(_total(f)),
+    "H": lambda f: hessian(_total(f)),
+    "J": _pushed,
+    "R": lambda f: lambda x, k: jacrev(lambda x: tuple(f(x, k)))(x),
+}
+WORDS = ("", "V", "VV", "G", "J", "VG", "GV", "VJ", "VH", "VR")
+
+
+def _cells() -> list[Any]:
+    """Return the words of each program; a backend that compiles runs the first words."""
+    cells = [(word, program) for word in WORDS for program in ("eager", "python")]
+    return [*cells, *[(word, "aot_eager") for word in ("", "V", "G", "VG")]]
 
 
 def _inputs(word: str, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -206,8 +253,7 @@ def _inputs(word: str, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return x, k
 
 
-@pytest.mark.parametrize("program", ["eager", "python", "aot_eager"])
-@pytest.mark.parametrize("word", ["", "V", "VV", "G", "J", "VG", "GV", "VJ"])
+@pytest.mark.parametrize(("word", "program"), _cells())
 @pytest.mark.parametrize("f", BODIES, ids=lambda f: f.__name__.strip("_"))
 def test_a_loop_is_the_loop_on_copies(f: Callable[..., Any], word: str, program: str) -> None:
     dims = (int(torch.randint(-1, 1, ())), 0)

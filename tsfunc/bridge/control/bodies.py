@@ -267,9 +267,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             value: the tensor; the call passes it as an operand, with its batch dims in front.
             like: a fake tensor that the input looks like, instead of the operand.
         """
-        outer = self.outside(value)
-        with self._around_the_call():
-            outer = self.hidden.rewrap_as(outer, self.around)
+        outer = self._operand(value)
         inner, stack = unwrap_all(outer)
         if not isinstance(inner, TraceTracer):
             return outer  # a constant of an inner level
@@ -310,12 +308,20 @@ class BodyLevel(TraceLevel, LevelProxy):
         A fake tensor may know its data, if the function made it from numbers, and the symbol that
         it was read as. Both hold for the first call of a loop's body only.
         """
-        inner, _ = unwrap_all(self.outside(value))
+        outer = self._operand(value)
+        inner, _ = unwrap_all(outer)
         if not isinstance(inner, TraceTracer) or inner.value.is_conj() or inner.value.is_neg():
             return self.input(value)
         known = inner.value
         with suppress_guards(self.fake):
-            return self.input(value, self.fake_like(known, known.shape, known.stride()))
+            return self.input(outer, self.fake_like(known, known.shape, known.stride()))
+
+    def _operand(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the operand of the call for a tensor from outside: its batch dims come first."""
+        outer = self.outside(value)
+        with self._around_the_call():
+            operand: torch.Tensor = self.hidden.rewrap_as(outer, self.around)
+        return operand
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the code around the body sees it."""

@@ -59,13 +59,15 @@ class TracedBody:
 
     Attributes:
         level: its level, with the graph.
-        arguments: the tensors that it was run on.
+        arguments: the tensors that it was run on; writes may have made them tracers of a vmap.
+        given: the values in them before the run, without data.
         leaves: the flat results: traced tensors, and Python numbers until ``convert_results``.
         spec: the structure of the results.
     """
 
     level: BodyLevel
     arguments: list[Any]
+    given: list[torch.Tensor]
     leaves: list[Any]
     spec: Any
 
@@ -96,10 +98,11 @@ class TracedBody:
         """
         level = self.level = self._level()
         self.arguments = [level.argument(x) for x in inputs]
+        physical = [unwrap_all(x)[0] for x in self.arguments]
+        self.given = [x.value if isinstance(x, TraceTracer) else x for x in physical]
         copies: dict[torch.fx.Node, TraceTracer] = {}
         others: dict[torch.fx.Node, int] = {}
-        for i, argument in enumerate(self.arguments if by_value else ()):
-            inner, _ = unwrap_all(argument)
+        for i, inner in enumerate(physical if by_value else ()):
             if i in copied or not isinstance(inner, TraceTracer) or inner.node.op != "placeholder":
                 continue
             if _keeps_strides(inner.value):

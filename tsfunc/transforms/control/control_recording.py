@@ -243,9 +243,9 @@ class Carry:
         """
         orders: list[Any] = []
         before = len(self.copied)
-        given = iter(body.arguments)
+        given = iter(body.given)
         for i, value in enumerate(body.unwrapped(stacks)[: len(self.leaves)]):
-            own = None if value is None else unwrap_all(next(given))[0]
+            own = None if value is None else next(given)
             if own is None or (have_same_strides(own, value) and not is_expanded(own)):
                 orders.append(None)
                 continue

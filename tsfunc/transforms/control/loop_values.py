@@ -6,7 +6,8 @@ not the tensors that the loop was called with, and not the results of earlier st
 therefore runs on copies. If it writes into them, as the counts of writes tell, later steps get
 copies of scanned slices, and the loop keeps the written part of each carry apart. A part that has
 the memory of the last carry is kept, so that a step which fills a part of a buffer copies nothing;
-a part with other memory, which another tensor may share, is copied. Traces do the same: NOTE
+a part with other memory, which another tensor may share, is copied. So is each carry if autograd
+saves values of the steps. Traces do the same: NOTE
 [bodies without writes] in ``bridge/control/traced_bodies``.
 """
 
@@ -20,6 +21,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.control.subset_arguments import physical_tensor, write_count
+from tsfunc.bridge.tracers.nesting import is_differentiated
 
 
 class LoopValues:
@@ -31,12 +33,13 @@ class LoopValues:
     Attributes:
         written: the leaves of the carry that the body writes into, by position; None if no step
             has been made.
+        records: True if autograd saves values of each step, which later steps may not change.
         slices_written: True if the body writes into its other arguments.
     """
 
     def __init__(self, writes: bool | None = None) -> None:
         self.written: list[int] | None = [] if writes is False else None
-        self.slices_written = False
+        self.records = self.slices_written = False
 
     def call(self, body: Callable[..., Any], carry: Any, *slices: Any) -> tuple[Any, Any]:
         """Call a body with a carry of the loop and slices of tensors.
@@ -53,12 +56,17 @@ class LoopValues:
         before, before_slices = _states(copy), _states(copies)
         result = body(copy, *copies)
         self.written = _changed(before)
+        self.records = torch.is_grad_enabled() and any(
+            is_differentiated(before[i][0]) for i in self.written
+        )
         self.slices_written = bool(_changed(before_slices))
         return copy, result
 
     def next_carry(self, carry: Any, result: Any) -> Any:
         """Return the carry that a step has returned, apart from other tensors if it is written."""
-        if not self.written or _same(carry, result):
+        if not self.written:
+            return result
+        if not self.records and _same(carry, result):
             return result
         before = pytrees.flatten(carry)[0]
         after, structure = pytrees.flatten(result)
@@ -67,7 +75,7 @@ class LoopValues:
         for i in self.written:
             if isinstance(after[i], torch.Tensor):
                 memory = memory_key(after[i])
-                if memory not in free:
+                if memory not in free or self.records:
                     after[i] = after[i].clone()
                 free.discard(memory)
         for i, x in enumerate(after):
