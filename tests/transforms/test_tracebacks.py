@@ -261,7 +261,7 @@ def test_a_defect_of_the_library_keeps_its_frames(monkeypatch: pytest.MonkeyPatc
         return None.missing  # type: ignore[attr-defined]
 
     broken.__code__ = broken.__code__.replace(co_filename=str(module.__file__))
-    monkeypatch.setattr(module, "mapped", broken)
+    monkeypatch.setattr(module, "mapped_dims", broken)
     found = frames(raised(lambda: vmap(torch.sin)(torch.ones(2))))
     assert [frame for frame in found if frame.filename.startswith(LIBRARIES)]
 
