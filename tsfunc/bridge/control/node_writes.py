@@ -73,9 +73,14 @@ def count_writes(node: torch.fx.Node) -> int:
     return count
 
 
+def physical_tensor(value: Any) -> Any:
+    """Return the tensor inside of the batch and grad tracers of a value."""
+    return innermost_value(value, BatchTracer | GradTracer)
+
+
 def memory_key(tensor: torch.Tensor) -> Any:
     """Return the key that tensors with shared memory have in common."""
-    inner = innermost_value(tensor, BatchTracer | GradTracer)
+    inner = physical_tensor(tensor)
     if isinstance(inner, TraceTracer):
         node = base_node(inner.node)
         outside = inner.dispatch_level.tensor_of_input(node)

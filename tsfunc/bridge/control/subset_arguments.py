@@ -21,15 +21,13 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunction
 
-from tsfunc.bridge.control.node_writes import count_writes, memory_key
+from tsfunc.bridge.control.node_writes import count_writes, memory_key, physical_tensor
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.function_registry import METHODS
-from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.promotion import CreatedOutside, aliases_of
@@ -151,11 +149,6 @@ class ArgRemapper:
     def refused(self, value: torch.Tensor, why: str = "all examples share") -> str:
         """Return the message for a write that only some examples are to see."""
         return refused_write(self.label, tuple(value.shape), self.subset.root, why)
-
-
-def physical_tensor(value: Any) -> Any:
-    """Return the tensor inside of the batch and grad tracers of a value."""
-    return innermost_value(value, BatchTracer | GradTracer)
 
 
 def write_count(value: Any) -> int:

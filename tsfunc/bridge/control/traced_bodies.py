@@ -12,7 +12,6 @@ batch of calls are contiguous.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -76,16 +75,17 @@ class TracedBody:
         hidden: HiddenVmaps | None = None, *, by_value: bool = False,
     ) -> None:  # fmt: skip
         self._unwrapped: list[Any] = []
-        self._level = functools.partial(BodyLevel, trace, hidden or HiddenVmaps())
-        written = self._run(func, inputs, by_value, ())
+        hidden = hidden or HiddenVmaps()
+        written = self._run(BodyLevel(trace, hidden), func, inputs, by_value, ())
         if written:
-            self._run(func, inputs, by_value, written)
+            self._run(BodyLevel(trace, hidden), func, inputs, by_value, written)
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 self._refuse_own_sizes(leaf)
 
     def _run(
         self,
+        level: BodyLevel,
         func: Callable[..., Any],
         inputs: Sequence[Any],
         by_value: bool,
@@ -96,7 +96,7 @@ class TracedBody:
         Args:
             copied: the positions of arguments that a call copies.
         """
-        level = self.level = self._level()
+        self.level = level
         self.arguments = [level.argument(x) for x in inputs]
         physical = [unwrap_all(x)[0] for x in self.arguments]
         self.given = [x.value if isinstance(x, TraceTracer) else x for x in physical]

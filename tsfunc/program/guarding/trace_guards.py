@@ -161,15 +161,28 @@ class Property(TraceGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class Aliasing(TraceGuard):
-    """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing].
+class _Groups:
+    """Tensor arguments that have something in common, and those that do not.
 
     Attributes:
-        groups: the positions of the tensors, grouped by identity.
+        groups: the positions of the tensors, those of a group together.
     """
 
-    json_key: ClassVar[str] = "aliasing"
     groups: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> Any:
+        return [list(group) for group in self.groups]
+
+    @classmethod
+    def from_json(cls, field: Field, described: DescribedArguments) -> Any:
+        return cls(tuple(_group(group, described.tensors) for group in field.items()))
+
+
+@dataclass(frozen=True, eq=False)
+class Aliasing(_Groups, TraceGuard):
+    """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing]."""
+
+    json_key: ClassVar[str] = "aliasing"
 
     @classmethod
     def of(cls, inputs: Sequence[InputSpec]) -> Aliasing:
@@ -193,27 +206,16 @@ class Aliasing(TraceGuard):
             distinct = ", ".join(name(group[0]) for group in self.groups)
             yield f"{distinct} are different tensors"
 
-    def to_json(self) -> Any:
-        return [list(group) for group in self.groups]
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> Aliasing:
-        return cls(tuple(_group(group, described.tensors) for group in field.items()))
-
 
 @dataclass(frozen=True, eq=False)
-class SharedMemory(TraceGuard):
+class SharedMemory(_Groups, TraceGuard):
     """Arguments that share memory, and those that do not.
 
     A body of control flow writes into copies of the tensors that it closes over, one for each
     memory: NOTE [bodies without writes] in ``bridge/control/traced_bodies``.
-
-    Attributes:
-        groups: the positions of the tensors, grouped by their memory.
     """
 
     json_key: ClassVar[str] = "memory"
-    groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, flat: Sequence[Any], positions: Iterable[int]) -> SharedMemory:
@@ -237,13 +239,6 @@ class SharedMemory(TraceGuard):
                 yield f"{', '.join(map(name, group))} share memory"
         if len(self.groups) > 1:
             yield f"{', '.join(name(group[0]) for group in self.groups)} do not share memory"
-
-    def to_json(self) -> Any:
-        return [list(group) for group in self.groups]
-
-    @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> SharedMemory:
-        return cls(tuple(_group(group, described.tensors) for group in field.items()))
 
 
 TRACE_KINDS: tuple[type[TraceGuard], ...] = (ConditionHolds, Property, Aliasing, SharedMemory)

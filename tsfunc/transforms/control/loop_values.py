@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.node_writes import memory_key
-from tsfunc.bridge.control.subset_arguments import physical_tensor, write_count
+from tsfunc.bridge.control.node_writes import memory_key, physical_tensor
+from tsfunc.bridge.control.subset_arguments import write_count
 from tsfunc.bridge.tracers.nesting import is_differentiated
 
 
