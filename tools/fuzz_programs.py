@@ -28,6 +28,7 @@ from tools.fuzz.report import as_test, table
 from tools.fuzz.running import FAILURES, HANGS, REFUSED, SKIPPED, Verdict
 from tools.fuzz.sessions import Session, as_program, draw_session, minimized_session
 from tools.fuzz.towers import draw_tower
+from tools.fuzz.work import TooMuchWorkError
 from tools.fuzz.workers import Worker
 
 _SHOWN = 3  # failures of each cause that are minimized
@@ -82,9 +83,8 @@ def fuzz(
         while time.monotonic() < end and (not most or number < most):
             chosen = mode or _ROUND[number % len(_ROUND)]
             name = f"{seed}/{number}" + ("" if chosen == "towers" else f"/{chosen}")
-            one = drawn(name, inductor)
+            one, verdict = run_drawn(name, inductor, worker)
             number += 1
-            verdict = worker.run(one, chosen)
             verdicts[verdict.kind] += 1
             interrupts += verdict.interrupts
             modes[chosen] += 1
@@ -110,6 +110,15 @@ def fuzz(
     for (kind, cause), count in causes.items():
         print(f"failure, {count} times: {kind}, {cause}")
     return sum(kind not in tolerated for kind, _ in causes)
+
+
+def run_drawn(name: str, inductor: bool, worker: Worker) -> tuple[Any, Verdict]:
+    """Draw the program of a seed and run it; a program with too much work is not run."""
+    try:
+        one = drawn(name, inductor)
+    except TooMuchWorkError as error:
+        return None, Verdict(SKIPPED, str(error))
+    return one, worker.run(one, mode_of(name))
 
 
 def show(seed: str, one: Any, verdict: Verdict, worker: Worker, keep: Path | None) -> None:
@@ -158,8 +167,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.only:
         with Worker() as worker:
-            one = drawn(given.only, given.inductor)
-            verdict = worker.run(one, mode_of(given.only))
+            one, verdict = run_drawn(given.only, given.inductor, worker)
             print(f"{verdict.kind}: {verdict.cause}\n{verdict.detail}")
             if verdict.failed:
                 show(given.only, one, verdict, worker, given.keep)

@@ -15,8 +15,9 @@ import torch
 
 import tsfunc
 from tests.transforms import support  # noqa: F401 (loads torch's forward formulas)
-from tools.fuzz import minimizing, reference, running
-from tools.fuzz.circumstances import KINDS
+from tools import fuzz_programs
+from tools.fuzz import minimizing, reference, running, work
+from tools.fuzz.circumstances import GRADIENTS, KINDS
 from tools.fuzz.draw import Draw, RejectedError, draw_function
 from tools.fuzz.modes import MODES
 from tools.fuzz.program import (
@@ -30,7 +31,7 @@ from tools.fuzz.program import (
 )
 from tools.fuzz.report import as_test
 from tools.fuzz.sessions import Session, minimized_session, run_session
-from tools.fuzz.towers import draw_tower
+from tools.fuzz.towers import draw_tower, surrounded
 from tools.fuzz.workers import Worker
 from tools.fuzz_programs import drawn, show
 
@@ -210,6 +211,28 @@ def test_programs_of_a_seed_are_the_same() -> None:
     assert [source(drawn(f"0/{i}")) for i in range(5)] == [
         source(drawn(f"0/{i}")) for i in range(5)
     ]
+
+
+@pytest.mark.parametrize("when", ["drawn", "run"])
+def test_a_program_with_too_much_work_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Plain autograd takes minutes for some towers of derivatives."""
+    monkeypatch.setattr(work, "MOST", 100)
+    tower = [Transform("jacrev", argnums=(0,)), Transform("jacfwd", argnums=(0,))]
+    program = program_of("v1 = x0.sin() * x0.cos()", result="v1", shape=(4, 5), tower=tower)
+    monkeypatch.setattr(fuzz_programs, "draw_function", lambda *_: program)
+    monkeypatch.setattr(fuzz_programs, "draw_tower", lambda rng, p, _: (
+        surrounded(rng, p) if when == "drawn" else p
+    ))  # fmt: skip
+    monkeypatch.setattr("tools.fuzz.towers.draw_circumstances", lambda *_: (GRADIENTS,))
+    with Worker() as worker:
+        monkeypatch.setattr(worker, "run", lambda program, _: running.run(program))
+        _, verdict = fuzz_programs.run_drawn("0/1", False, worker)
+    assert (verdict.kind, verdict.cause) == (
+        running.SKIPPED,
+        "more operators than the reference may run",
+    )
 
 
 def test_a_crash_and_a_hang_are_verdicts() -> None:

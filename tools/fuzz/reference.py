@@ -18,6 +18,8 @@ import torch
 import torch.func
 from torch.utils import _pytree as pytree
 
+from tools.fuzz import work
+
 Function = Callable[..., Any]
 
 
@@ -79,6 +81,7 @@ def vmap(
         state = torch.get_rng_state()
 
         def example(i: int) -> Any:
+            work.check()
             if randomness == "same":
                 torch.set_rng_state(state)
             parts = [
@@ -194,6 +197,7 @@ def _pull(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[Any]
 ) -> list[torch.Tensor]:
     """Return the product of cotangents with the Jacobian, differentiable again."""
+    work.check()
     pairs = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in inputs]

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import tsfunc
-from tools.fuzz import reference
+from tools.fuzz import reference, work
 from tools.fuzz.circumstances import CHANGES, FLOAT32, GRADIENTS, around
 from tools.fuzz.formulas import Formulas
 from tools.fuzz.program import Program, call_text, captured_text, source
@@ -74,8 +74,10 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
 
 
 def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
-    """Return the result of each call by tsfunc or by the reference."""
-    with Formulas() if module is reference else contextlib.nullcontext():
+    """Return the result of each call by tsfunc or by the reference, whose work is limited."""
+    if module is not reference:
+        return _results(program, module, shaken)
+    with Formulas(), work.limited():
         return _results(program, module, shaken)
 
 
@@ -162,6 +164,8 @@ def run(program: Program) -> Verdict:
         try:
             torch.manual_seed(0)
             expected = results(program, reference)
+        except work.TooMuchWorkError as error:
+            return Verdict(SKIPPED, str(error))
         except Exception as error:
             return Verdict(SKIPPED, "the reference refuses", f"{type(error).__name__}: {error}")
         if not all(_finite(value) for value in expected):

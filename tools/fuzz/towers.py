@@ -8,6 +8,7 @@ from tools.fuzz import reference
 from tools.fuzz.circumstances import CHANGES, PLAIN, draw_circumstances
 from tools.fuzz.program import PARTS, Parameter, Program, Transform
 from tools.fuzz.running import results
+from tools.fuzz.work import TooMuchWorkError
 
 _KINDS = {
     "vmap": 9,
@@ -74,10 +75,10 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
         else:
             tower.append(Transform(kind))
     calls = rng.choice(_CALLS)
-    return _surrounded(rng, _resized(rng, program.with_(tower=tuple(tower), calls=calls)))
+    return surrounded(rng, _resized(rng, program.with_(tower=tuple(tower), calls=calls)))
 
 
-def _surrounded(rng: random.Random, program: Program) -> Program:
+def surrounded(rng: random.Random, program: Program) -> Program:
     """Return the program with circumstances for those calls that the reference can compute."""
     options = {option for step in program.tower for option in step.options}
     frozen = ("closure", '"freeze"') in options
@@ -90,6 +91,8 @@ def _surrounded(rng: random.Random, program: Program) -> Program:
         )
         try:
             results(some, reference)
+        except TooMuchWorkError:
+            raise
         except Exception:
             drawn = tuple(PLAIN if own == kind else own for own in drawn)
     return program.with_(circumstances=drawn)
