@@ -120,6 +120,39 @@ def test_a_collection_during_the_search_loses_no_tensor(monkeypatch: pytest.Monk
     same(vmap(func)(x), torch.stack([func(row) for row in x]))
 
 
+def test_threads_make_tensors_while_another_one_collects() -> None:
+    """A change of threads between the note of a collection and the collection loses no tensor."""
+    made: list[Tensor] = []
+    done = threading.Event()
+
+    def make() -> None:
+        while not done.is_set():
+            made.append(torch.zeros(1))
+
+    def collect() -> None:
+        for _ in range(300):
+            fill_the_youngest()
+
+    def func(x: Tensor) -> Tensor:
+        makers = [threading.Thread(target=make) for _ in range(3)]
+        for thread in makers:
+            thread.start()
+        collect()
+        done.set()
+        for thread in makers:
+            thread.join()
+        recent = recent_tensors()
+        assert made and all(id(tensor) in recent for tensor in made)
+        return x
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        vmap(func)(X)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_tensors_older_than_the_levels_are_not_recent() -> None:
     old = torch.zeros(3)
     gc.collect()

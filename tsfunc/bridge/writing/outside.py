@@ -32,7 +32,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Mapping
-from itertools import chain, compress, repeat, starmap
+from itertools import chain, compress, repeat, starmap, tee
 from typing import Any, Final
 
 import torch
@@ -92,12 +92,20 @@ def _recent_objects() -> dict[int, torch.Tensor]:
 
 
 def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
-    """Note the tensors that a collection is about to move out of the youngest generation."""
-    if phase == "start":
-        if not active_levels:
-            _noted.clear()
-            return
-        _noted.update((id(t), weakref.ref(t)) for t in _live_tensors(0))
+    """Note the tensors that a collection is about to move out of the youngest generation.
+
+    The tensors that other threads make between the note and the collection would be moved without
+    a note. CPython changes threads at calls and at jumps back; the note is therefore an operator
+    over iterators in C, and nothing is called after it.
+    """
+    noted = _noted
+    if phase != "start":
+        return
+    if not active_levels:
+        noted.clear()
+    if active_levels:  # another thread may have entered one during the call
+        tensors, same = tee(_chosen(0))
+        noted |= zip(map(id, tensors), map(weakref.ref, same), strict=True)
 
 
 on_first_level(gc.callbacks.append, _before_collection)
