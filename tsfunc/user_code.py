@@ -465,6 +465,20 @@ def _frame_at(location: Location) -> Step:
 
 # --- the note
 
+_REFUSED_CALL = "_refused_call"  # an attribute of errors
+
+
+def keep_refused_call(error: Exception, call: Callable[[], str]) -> None:
+    """Keep the text of a call that torch refused, for the note: ``dot was called on ...``.
+
+    The call is the last one that is given, which the user's line makes. An error of the user's code
+    is not a refusal, and an error of this package may have the sizes of an example itself.
+    """
+    if type(error).__module__ != "builtins" or "inside of vmap" in str(error).lower():
+        return
+    if not any(is_user_frame(frame) for frame, _, _ in _steps(error.__traceback__)):
+        setattr(error, _REFUSED_CALL, call())
+
 
 def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
     """Note the call that the error came through, and the arguments of the function.
@@ -492,8 +506,10 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
     if not where and (given := hooks.describe_arguments.provided(arguments().items())):
         where = f", called with {given}"
     at = f"the operator was traced at {recorded}\n" if recorded else ""
+    call = vars(error).get(_REFUSED_CALL)
+    refused = f"for each example, {call}\n" if call else ""
     error.add_note(
-        f"raised in {spelling}{where}\n{at}"
+        f"raised in {spelling}{where}\n{refused}{at}"
         f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
     )
 

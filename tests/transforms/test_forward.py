@@ -322,8 +322,12 @@ MESSAGES: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: tsfunc.jvp(lambda: X, (), ()), "Expected primals to contain at least one Tensor."),
     (
-        lambda: tsfunc.jvp(torch.sin, (X,), (W,)),
-        "the tangent at flattened position 0: expected torch.float32 of shape (3, 4), as its "
+        lambda: tsfunc.jvp(lambda x, n: x, (X, 2 * X.long()), (X, X)),
+        "n of torch.int64 can't be differentiated by: only Tensors of floating point",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda p: p["x"], ({"x": X},), ({"x": W},)),
+        "the tangent of p['x']: expected torch.float32 of shape (3, 4), as its "
         "primal, got torch.float32 of shape (4,).",
     ),
     (

@@ -192,6 +192,11 @@ def messages_of(name: str) -> list[tuple[Callable[[], Any], type[Exception], str
             RuntimeError,
             f"{name}: Expected all outputs to be real but received complex tensor",
         ),
+        (
+            lambda: jac(lambda x, n: x * n, argnums=1)(W, W.long()),
+            RuntimeError,
+            "n of torch.int64 can't be differentiated by",
+        ),
     ]
 
 

@@ -218,7 +218,23 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         RuntimeError,
         "argnum must be int, got: <class",
     ),
-    (lambda: tsfunc.grad(product, 2)(X, Y), RuntimeError, "argnum=2, but only 2 positional inputs"),
+    (
+        lambda: tsfunc.grad(lambda x, y: x * y, 2)(X, Y),
+        RuntimeError,
+        "argnum=2, but only 2 positional inputs: x, y. Arguments that are passed by name have no "
+        "number",
+    ),
+    (
+        lambda: tsfunc.grad(lambda m, x: m(x).sum())(torch.nn.Linear(3, 1), X),
+        ValueError,
+        "got <class 'torch.nn.modules.linear.Linear'>. It is m. Pass its parameters, "
+        "dict(module.named_parameters()), and call it by functional_call(module, params, (x,)).",
+    ),
+    (
+        lambda: tsfunc.grad(lambda x, p: scalar(x), 1)(W, {"k": [W, 3.0]}),
+        ValueError,
+        "got <class 'float'>. It is p['k'][1].",
+    ),
     (lambda: tsfunc.grad(product, -3)(X, Y), RuntimeError, "argnum=-3, but only 2 positional"),
     (lambda: tsfunc.grad(scalar)(x=W), RuntimeError, "argnum=0, but only 0 positional inputs"),
     (
@@ -247,7 +263,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: tsfunc.grad(lambda x: 3.0)(W),
         RuntimeError,
-        "Expected f(*args) to return a Tensor, got <class 'float'>.",
+        "Expected f(*args) to return a Tensor, got <class 'float'>.\n",
     ),
     (
         lambda: tsfunc.grad(lambda x: (scalar(x), x))(W),
@@ -271,9 +287,14 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "output of function f should be a tuple: (output, aux)",
     ),
     (
-        lambda: tsfunc.grad(lambda x: x.sum())(torch.ones(2, dtype=torch.long)),
+        lambda: tsfunc.grad(lambda x, n: x.sum(), (0, -1))(W, {"n": torch.ones(2).long()}),
         RuntimeError,
-        "only Tensors of floating point",
+        "n['n'] of torch.int64 can't be differentiated by: only Tensors of floating point",
+    ),
+    (
+        lambda: tsfunc.vjp(lambda x, n: x.sum(), W, torch.ones(2).long()),
+        RuntimeError,
+        "n of torch.int64 can't be differentiated by: only Tensors of floating point",
     ),
     (
         lambda: tsfunc.vjp(torch.sin, 3.0),

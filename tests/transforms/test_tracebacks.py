@@ -115,9 +115,62 @@ def test_a_refusal_shows_the_users_call_alone(call: str) -> None:
 def test_a_note_names_the_rule_that_ran() -> None:
     error = raised(lambda: vmap(grad(wrong), (0, None))(X, W))
     (note,) = vars(error)["__notes__"]
-    first, second = note.splitlines()
+    first, second, last = note.splitlines()
     assert first == "raised in vmap(grad(wrong)), where wrong had x: float32[3], w: float32[3, 2]"
-    assert second.endswith("tsfunc.config.traceback = 'full' shows them.")
+    assert second == "for each example, matmul was called on float32[3], float32[2, 3]"
+    assert last.endswith("tsfunc.config.traceback = 'full' shows them.")
+
+
+# Calls that torch refuses, in C++ and in Python, as functions, methods and operators of Python.
+REFUSED_CALLS: dict[str, tuple[Function, str]] = {
+    "operator": (lambda x, w: x @ w, "matmul was called on float32[3], float32[4, 2]"),
+    "reflected": (lambda x, w: w @ x, "matmul was called on float32[4, 2], float32[3]"),
+    "function": (lambda x, w: torch.cat([x, w]), "cat was called on float32[3], float32[4, 2]"),
+    "method": (lambda x, w: x.reshape(2, 2), "reshape was called on float32[3]"),
+    "index": (lambda x, w: x[4], "getitem was called on float32[3]"),
+    "keyword": (lambda x, w: x.sum(dim=2), "sum was called on float32[3]"),
+    "Python": (lambda x, w: F.mse_loss(x, w), "mse_loss was called on float32[3], float32[4, 2]"),
+    "composite": (lambda x, w: F.linear(x, w), "linear was called on float32[3], float32[4, 2]"),
+    "dispatch": (
+        lambda x, w: torch.ops.aten.add.Tensor(x, w),
+        "add was called on float32[3], float32[4, 2]",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_a_note_has_the_shapes_of_an_example_of_the_refused_call(name: str, nested: bool) -> None:
+    call, text = REFUSED_CALLS[name]
+    x, w = torch.randn(5, 3), torch.randn(4, 2)
+    error = raised(
+        lambda: (
+            vmap(vmap(call, (0, None)), (0, None))(x[None], w)
+            if nested
+            else vmap(call, (0, None))(x, w)
+        )
+    )
+    assert f"for each example, {text}\n" in vars(error)["__notes__"][0]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
+def test_errors_of_the_user_have_no_refused_call() -> None:
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("mine")
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(hook)
+        return x.sin()
+
+    def of_hook(x: torch.Tensor) -> torch.Tensor:
+        f(x.requires_grad_()).backward()
+        return x
+
+    error = raised(lambda: vmap(of_hook)(torch.ones(3)))
+    assert str(error) == "mine"
+    assert "for each example" not in vars(error)["__notes__"][0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")

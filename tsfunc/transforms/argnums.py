@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
+from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
 from tsfunc.bridge.tracers.current_level import current_tracer_level, tracer_level_outside
@@ -39,7 +41,43 @@ def same_sizes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape
 
 
-def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
+def parameter_names(func: Callable[..., Any], count: int) -> list[str]:
+    """Return the parameter names of the first positional arguments of a function."""
+    kinds = inspect.Parameter
+    try:
+        known = list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):
+        known = []
+    names = []
+    for i in range(count):
+        by_position = i < len(known) and known[i].kind not in (
+            kinds.VAR_POSITIONAL, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD,
+        )  # fmt: skip
+        names.append(known[i].name if by_position else f"input {i}")
+    return names
+
+
+def leaf_names(name: str, value: Any) -> list[str]:
+    """Return the user's spelling of each leaf of an argument: ``params['w']``."""
+    return [accessor.codify(name) for accessor in pytrees.structure_of(value).accessors()]
+
+
+def names_of_selected(
+    func: Callable[..., Any], args: Sequence[Any], argnums: Argnums
+) -> Callable[[], list[str]]:
+    """Return a function that returns the spelling of each leaf that is differentiated by."""
+
+    def names() -> list[str]:
+        parameters = parameter_names(func, len(args))
+        chosen = argnums if isinstance(argnums, tuple) else (argnums,)
+        return [name for i in chosen for name in leaf_names(parameters[i], args[i])]
+
+    return names
+
+
+def check_argnums(
+    api: str, func: Callable[..., Any], argnums: Argnums, count: int
+) -> tuple[int, ...]:
     """Return the positions in ``argnums`` as nonnegative indices."""
     if isinstance(argnums, bool) or not isinstance(argnums, int | tuple):
         raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got: {type(argnums)}")
@@ -51,16 +89,22 @@ def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
         if isinstance(argnum, bool) or not isinstance(argnum, int):
             raise RuntimeError(f"{api}: argnum must be int, got: {type(argnum)}")
         if not -count <= argnum < count:
-            raise RuntimeError(f"{api}: Got argnum={argnum}, but only {count} positional inputs")
+            named = f": {', '.join(parameter_names(func, count))}" if count else ""
+            raise RuntimeError(
+                f"{api}: Got argnum={argnum}, but only {count} positional inputs{named}. Arguments "
+                f"that are passed by name have no number: pass them by position."
+            )
         wrapped.append(argnum % count)
     if len(set(wrapped)) != len(wrapped):
         raise RuntimeError(f"{api}: argnums elements must be unique, got {argnums}")
     return tuple(wrapped)
 
 
-def select_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
+def select_arguments(
+    api: str, func: Callable[..., Any], args: Sequence[Any], argnums: Argnums
+) -> Any:
     """Return the arguments that ``argnums`` names: one, or a tuple."""
-    chosen = check_argnums(api, argnums, len(args))
+    chosen = check_argnums(api, func, argnums, len(args))
     return args[chosen[0]] if isinstance(argnums, int) else tuple(args[i] for i in chosen)
 
 
@@ -134,16 +178,31 @@ def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None
             )
 
 
-def flatten_tensors(api: str, label: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
+def flatten_tensors(
+    api: str, label: str, tree: Any, names: Callable[[], Sequence[str]] | None = None
+) -> tuple[list[torch.Tensor], Any]:
+    """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor.
+
+    Args:
+        names: returns the user's spelling of each leaf, if the leaves are differentiated by; their
+            dtypes are checked, too.
+    """
     leaves, spec = pytrees.flatten(tree)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
+            named = f" It is {names()[i]}." if names is not None else ""
             advice = array_advice(leaf) or pytrees.static_advice(spec, i)
+            if isinstance(leaf, torch.nn.Module):
+                advice = (
+                    " Pass its parameters, dict(module.named_parameters()), and call it by "
+                    "functional_call(module, params, (x,))."
+                )
             raise ValueError(
                 f"{api}: Expected {label} to only contain Tensors. Thing passed to transform API "
-                f"must be Tensor, got {type(leaf)}.{advice}"
+                f"must be Tensor, got {type(leaf)}.{named}{advice}"
             )
+        if names is not None:
+            autograd.check_differentiable(leaf, lambda i=i: names()[i])  # type: ignore[misc]
     return all_as_seen_by_current_level(leaves), spec
 
 

@@ -31,6 +31,7 @@ from tsfunc.transforms.argnums import (
     flatten_output,
     is_nested,
     level_of,
+    names_of_selected,
     refuse_unrecorded,
     same_sizes,
     sizes_text,
@@ -113,7 +114,7 @@ def jvp(
         return autograd.without_inference_mode(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
-    flat, directions, spec = _match(primals, tangents)
+    flat, directions, spec = _match(func, primals, tangents)
     # torch has no dual numbers for DTensors and nested tensors.
     if any(is_dtensor(x) or is_nested(x) for x in flat):
         return _by_double_backward(func, flat, directions, spec, has_aux)
@@ -151,7 +152,9 @@ def _lacks_formula(said: str) -> bool:
     )
 
 
-def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequence[Any], Any]:
+def _match(
+    func: Callable[..., Any], primals: Any, tangents: Any
+) -> tuple[Sequence[torch.Tensor], Sequence[Any], Any]:
     """Return the flattened primals and tangents; raise if they do not match."""
     api = "jvp(f, primals, tangents)"
     if not isinstance(primals, tuple):
@@ -176,10 +179,12 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
                 raise RuntimeError(
                     f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}.{advice}"
                 )
+    names = names_of_selected(func, primals, tuple(range(len(primals))))
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
+        autograd.check_differentiable(x, lambda i=i: names()[i])  # type: ignore[misc]
         if not same_sizes(x, t) or x.dtype != t.dtype:
             raise RuntimeError(
-                f"{api}: the tangent at flattened position {i}: expected {x.dtype} of shape "
+                f"{api}: the tangent of {names()[i]}: expected {x.dtype} of shape "
                 f"{sizes_text(x)}, as its primal, got {t.dtype} of shape {sizes_text(t)}."
             )
     return all_as_seen_by_current_level(flat), all_as_seen_by_current_level(directions), spec

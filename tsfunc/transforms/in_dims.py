@@ -19,7 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
-from tsfunc.transforms.argnums import is_nested
+from tsfunc.transforms.argnums import is_nested, leaf_names, parameter_names
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 from tsfunc.types.values import is_array
 
@@ -44,9 +44,10 @@ def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
     try:
         dims = pytrees.broadcast_prefix(in_dims, args, is_dim)
     except ValueError:
+        inputs = ", ".join(parameter_names(spec.func, len(args)))
         raise ValueError(
             f"{spec.call()}: in_dims is not compatible with the structure of `inputs`. in_dims "
-            f"has structure {in_dims!r} but the inputs are ({', '.join(_parameters(spec, args))}): "
+            f"has structure {in_dims!r} but the inputs are ({inputs}): "
             f"expected one entry for each of them (it may hold for all that is in it)."
             f"{_mismatch(spec, args)}"
         ) from None
@@ -60,7 +61,8 @@ def _mismatch(spec: Spec, args: Sequence[Any]) -> str:
     in_dims = spec.in_dims
     if not isinstance(in_dims, tuple) or len(in_dims) != len(args):
         return ""
-    for name, prefix, value in zip(_parameters(spec, args), in_dims, args, strict=True):
+    parameters = parameter_names(spec.func, len(args))
+    for name, prefix, value in zip(parameters, in_dims, args, strict=True):
         try:
             pytrees.broadcast_prefix(prefix, value, is_dim)
         except ValueError:
@@ -180,7 +182,7 @@ def _match_one(spec: Spec, name: str, prefix: Any, value: Any) -> list[int | Non
             f"{pytrees.structure_text(pytrees.structure_of(value))}."
         ) from None
     if not all(map(is_dim, dims)):
-        _refuse_entries(spec, dims, _leaf_names(name, value))
+        _refuse_entries(spec, dims, leaf_names(name, value))
     return dims
 
 
@@ -259,35 +261,15 @@ def mapped_dims(
     return bdims, size
 
 
-def _parameters(spec: Spec, args: Sequence[Any]) -> list[str]:
-    """Return the parameter names of the positional inputs."""
-    kinds = inspect.Parameter
-    try:
-        known = list(inspect.signature(spec.func).parameters.values())
-    except (TypeError, ValueError):
-        known = []
-    names = []
-    for i in range(len(args)):
-        by_position = i < len(known) and known[i].kind not in (
-            kinds.VAR_POSITIONAL, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD,
-        )  # fmt: skip
-        names.append(known[i].name if by_position else f"input {i}")
-    return names
-
-
 def _names(spec: Spec, given: Any) -> list[str]:
     """Return the user's spelling of each flattened input: ``params['w']``."""
     args, kwargs = given if spec.by_name else (given, {})
-    parameters = [*_parameters(spec, args), *kwargs]
+    parameters = [*parameter_names(spec.func, len(args)), *kwargs]
     values = [*args, *kwargs.values()]
     names = []
     for name, value in zip(parameters, values, strict=True):
-        names += _leaf_names(name, value)
+        names += leaf_names(name, value)
     return names
-
-
-def _leaf_names(name: str, value: Any) -> list[str]:
-    return [accessor.codify(name) for accessor in pytrees.structure_of(value).accessors()]
 
 
 def _name_at(spec: Spec, given: Any, index: int) -> str:
@@ -298,6 +280,8 @@ def _refuse_value(spec: Spec, value: Any, dim: int, given: Any, index: int) -> N
     hint = ""
     if is_array(value):
         hint = ", or convert it: torch.from_numpy(array)"
+    elif isinstance(value, int | float | complex) and not isinstance(value, bool):
+        hint = ", or convert the numbers: torch.tensor(values)"
     elif any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
         kind = type(value).__qualname__
         hint = (

@@ -20,6 +20,7 @@ from tsfunc.transforms.argnums import (
     flatten_tensors,
     level_of,
     like,
+    names_of_selected,
     refuse_complex,
     replace_selected,
     select_arguments,
@@ -59,10 +60,11 @@ def _flat_function(
     api: str, func: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
 ) -> tuple[list[torch.Tensor], Any, Callable[..., Any]]:
     """Return the flat arguments to differentiate by, their structure, and the function of them."""
-    chosen = check_argnums(api, argnums, len(args))
-    names = chosen[0] if isinstance(argnums, int) else chosen
-    primals = select_arguments(api, args, argnums)
-    flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
+    chosen = check_argnums(api, func, argnums, len(args))
+    positions = chosen[0] if isinstance(argnums, int) else chosen
+    primals = select_arguments(api, func, args, argnums)
+    names = names_of_selected(func, args, chosen)
+    flat, spec = flatten_tensors(api, "the differentiated arguments", primals, names)
     refuse_complex(api, "inputs", flat)
 
     def of_leaves(*leaves: Any) -> Any:
@@ -76,7 +78,7 @@ def _flat_function(
         # chosen arguments into them, which plain tensors next to a level's tracers can't hold.
         others = [lifted(arg) for arg in args]
         options = {name: lifted(arg) for name, arg in kwargs.items()}
-        return func(*replace_selected(others, names, new), **options)
+        return func(*replace_selected(others, positions, new), **options)
 
     return flat, spec, of_leaves
 

@@ -11,7 +11,13 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.transforms.argnums import flatten_output, flatten_tensors, split_aux, with_replaced
+from tsfunc.transforms.argnums import (
+    flatten_output,
+    flatten_tensors,
+    names_of_selected,
+    split_aux,
+    with_replaced,
+)
 from tsfunc.transforms.reverse import run_recorded, vjp
 
 API = "linearize(f, *primals)"
@@ -73,7 +79,8 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         return (out, by_jvp, *kept)
     if torch.is_inference_mode_enabled():
         return autograd.without_inference_mode(linearize, func, *primals, has_aux=has_aux)
-    flat, spec = flatten_tensors(API, "primals", primals)
+    names = names_of_selected(func, primals, tuple(range(len(primals))))
+    flat, spec = flatten_tensors(API, "primals", primals, names)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         out, aux = _split(func(*pytrees.unflatten(spec, inputs)), has_aux)

@@ -40,6 +40,7 @@ from tsfunc.transforms.argnums import (
     flatten_tensors,
     level_of,
     like,
+    names_of_selected,
     refuse_unrecorded,
     replace_selected,
     same_sizes,
@@ -251,7 +252,8 @@ def inner_vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
 
 def _vjp(func: Callable[..., Any], primals: Sequence[Any], has_aux: bool, *, outlives: bool) -> Any:
-    flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
+    names = names_of_selected(func, primals, tuple(range(len(primals))))
+    flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals, names)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         output, aux = split_aux("vjp(f, *primals)", func(*pytrees.unflatten(spec, inputs)), has_aux)
@@ -318,14 +320,15 @@ def _value_and_grad(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradient, the value and the auxiliary part."""
-    chosen = check_argnums(api, argnums, len(args))
-    primals = select_arguments(api, args, argnums)
-    flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
-    names = chosen[0] if isinstance(argnums, int) else chosen
+    chosen = check_argnums(api, func, argnums, len(args))
+    primals = select_arguments(api, func, args, argnums)
+    names = names_of_selected(func, args, chosen)
+    flat, spec = flatten_tensors(api, "the differentiated arguments", primals, names)
+    positions = chosen[0] if isinstance(argnums, int) else chosen
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         new = pytrees.unflatten(spec, inputs)
-        out, aux = split_aux(api, func(*replace_selected(args, names, new), **kwargs), has_aux)
+        out, aux = split_aux(api, func(*replace_selected(args, positions, new), **kwargs), has_aux)
         return [_check_scalar(api, out)], (out, aux)
 
     recorded, (out, aux) = run_recorded(run, flat, (args, kwargs))
@@ -343,10 +346,8 @@ def _value_and_grad(
 
 def _check_scalar(api: str, out: Any) -> torch.Tensor:
     if not isinstance(out, torch.Tensor):
-        raise RuntimeError(
-            f"{api}: Expected f(*args) to return a Tensor, got {type(out)}. "
-            f"With an auxiliary output, pass has_aux=True."
-        )
+        advice = " With an auxiliary output, pass has_aux=True." if isinstance(out, tuple) else ""
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}.{advice}")
     if out.dim() != 0:
         raise RuntimeError(
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} "

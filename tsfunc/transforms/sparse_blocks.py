@@ -13,6 +13,7 @@ from tsfunc.transforms.argnums import (
     Argnums,
     flatten_output,
     flatten_tensors,
+    names_of_selected,
     refuse_complex,
     replace_selected,
     select_arguments,
@@ -79,9 +80,9 @@ def blocks_of(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> Blocks:
     """Return a call as a function of one vector."""
-    tensors, spec = flatten_tensors(
-        api, "the arguments to differentiate by", select_arguments(api, args, argnums)
-    )
+    selected = select_arguments(api, func, args, argnums)
+    names = names_of_selected(func, args, argnums)
+    tensors, spec = flatten_tensors(api, "the arguments to differentiate by", selected, names)
     if not tensors:
         raise ValueError(f"{api}: the arguments to differentiate by have no tensor.")
     refuse_complex(api, "inputs", tensors)

@@ -92,9 +92,8 @@ Owned call_on_values(
   return Owned();
 }
 
-// NOTE [compiled handlers]: the function handler, of arguments followed by those with names. Null
-// without an error where Python is to take the call.
-Owned call_function(
+// Run a call of the function handler by its plan, or return null.
+Owned call_by_plan(
     PyObject* func, PyObject* const* args, size_t positional, PyObject* kwnames) {
   Py_ssize_t named = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
   c10::SmallVector<PyObject*, 8> given(args, args + positional + named);
@@ -182,6 +181,36 @@ Owned call_function(
     PyErr_Clear();
   }
   return Owned();
+}
+
+// Give the Python error that is set the text of the call that torch has refused.
+void keep_refused_call(PyObject* func, PyObject* const* args, size_t count) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  Owned given(PyTuple_New(count));
+  for (size_t i = 0; given && i < count; ++i)
+    PyTuple_SET_ITEM(given.get(), i, Py_NewRef(args[i]));
+  Owned done(
+      given ? PyObject_CallFunctionObjArgs(names.keep_refused_call, error, func, given.get(), nullptr)
+            : nullptr);
+  if (!done) PyErr_Clear();
+  PyErr_Restore(type, error, trace);
+}
+
+// NOTE [compiled handlers]: the function handler, of arguments followed by those with names. Null
+// without an error where Python is to take the call.
+Owned call_function(
+    PyObject* func, PyObject* const* args, size_t positional, PyObject* kwnames) {
+  try {
+    return call_by_plan(func, args, positional, kwnames);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    keep_refused_call(
+        func, args, positional + (kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames)));
+    raise();
+  }
 }
 
 PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {

@@ -60,7 +60,8 @@ Owned checked(PyObject* object) {
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(call_errors) X(record)        \
   X(tracer_level) X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)  \
   X(step_broadcast) X(step_rule) X(step_unbatched) X(step_recorded) X(step_composite)  \
-  X(lift) X(torch_function) X(handle_torch_function) X(loses_arguments)
+  X(lift) X(torch_function) X(handle_torch_function) X(loses_arguments)                  \
+  X(keep_refused_call)
 struct Names {
 #define X(name) PyObject* name = nullptr;
   NAMES(X)

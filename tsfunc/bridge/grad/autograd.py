@@ -57,6 +57,16 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def check_differentiable(value: torch.Tensor, name: Callable[[], str]) -> None:
+    """Raise if a tensor has no derivatives; ``name`` returns the user's spelling of it."""
+    if not is_differentiable(value):
+        raise RuntimeError(
+            f"{name()} of {value.dtype} can't be differentiated by: only Tensors of floating point "
+            f"and complex dtype can require gradients. Convert it (x.float()), or choose other "
+            f"arguments with argnums."
+        )
+
+
 def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     """Return an alias of a tensor to differentiate by, connected to the tensor's own graph.
 
@@ -65,12 +75,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     Raises:
         RuntimeError: the tensor's dtype is neither floating point nor complex.
     """
-    if not is_differentiable(value):
-        raise RuntimeError(
-            f"a tensor of {value.dtype} can't be differentiated by: only Tensors of floating point "
-            f"and complex dtype can require gradients. Convert it (x.float()), or choose other "
-            f"arguments with argnums."
-        )
+    check_differentiable(value, lambda: "a tensor")
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
         if lifted.requires_grad and in_backward_pass() and not _counts(lifted):

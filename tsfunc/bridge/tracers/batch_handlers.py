@@ -36,6 +36,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     wrap,
     wrap_in_python,
 )
+from tsfunc.bridge.tracers.boundaries import keep_call_of_example
 from tsfunc.bridge.tracers.call_plans import (
     FUNCTION_PLANS,
     CallPlan,
@@ -393,6 +394,9 @@ class FastBatchTracer(BatchTracer):
                 fold_traceback(error, str)  # the user called torch, not this package
                 raise
             return func(*values[0], **values[1])
+        except CALL_ERRORS as error:
+            keep_call_of_example(error, func, args, kwargs)
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -447,6 +451,7 @@ def _use_compiled() -> None:
         "record": record_recipes, "tracer_level": TracerLevel,
         "value": sys.intern("value"), "bdim": sys.intern("bdim"),
         "dispatch_level": sys.intern("dispatch_level"), "lift": sys.intern("lift"),
+        "keep_refused_call": keep_call_of_example,
         "torch_function": sys.intern("__torch_function__"),
         "handle_torch_function": handle_with_all_arguments, "loses_arguments": LOSES_ARGUMENTS,
         **{f"step_{step.value}": step for step in PlanStep},

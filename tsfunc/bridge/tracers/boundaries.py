@@ -15,11 +15,19 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _autograd, _current_autograd_node
 from torch.compiler import is_dynamo_compiling
 
-from tsfunc import hooks
+from tsfunc import hooks, pytrees
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
 from tsfunc.config import config
-from tsfunc.user_code import Location, fold_traceback, is_boundary, label, user_location
+from tsfunc.ops.dims import function_name
+from tsfunc.user_code import (
+    Location,
+    fold_traceback,
+    is_boundary,
+    keep_refused_call,
+    label,
+    user_location,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,15 +77,28 @@ def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 @hooks.describe_arguments.add
 def _tensors(arguments: Iterable[tuple[str, Any]]) -> str:
     """Return the tensors among the arguments of a function, by name, as text."""
-    shown = []
-    for name, value in arguments:
-        # isinstance would fail for a stand-in of a value of type Any.
-        if issubclass(type(value), torch.Tensor):
-            with DisableTorchFunctionSubclass():
-                # A nested tensor of strided layout has no shape.
-                shape = "nested" if value.is_nested else ", ".join(map(_size, value.shape))
-                shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
-    return ", ".join(shown)
+    # isinstance would fail for a stand-in of a value of type Any.
+    tensors = ((name, x) for name, x in arguments if issubclass(type(x), torch.Tensor))
+    return ", ".join(f"{name}: {_type_of(x)}" for name, x in tensors)
+
+
+def _type_of(value: torch.Tensor) -> str:
+    """Return the dtype and the shape of a tensor: ``float32[3, n]``."""
+    with DisableTorchFunctionSubclass():
+        # A nested tensor of strided layout has no shape.
+        shape = "nested" if value.is_nested else ", ".join(map(_size, value.shape))
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+
+
+def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = None) -> None:
+    """Keep the call of an example that torch refused, for the note of the error."""
+
+    def text() -> str:
+        leaves = pytrees.leaves_of((args, kwargs or {}))
+        types = ", ".join(_type_of(x) for x in leaves if isinstance(x, torch.Tensor))
+        return f"{function_name(func).strip('_')} was called on {types}"
+
+    keep_refused_call(error, text)
 
 
 def _size(size: Any) -> str:
