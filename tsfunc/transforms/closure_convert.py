@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.transforms.consts import consts_of
-from tsfunc.user_code import folding, name_of
+from tsfunc.user_code import name_of
 
 
 def closure_convert(
@@ -49,8 +49,7 @@ def closure_convert(
     tree = pytrees.structure_of(example_args)
     name = name_of(func)
 
-    @folding("the function of closure_convert", func)
-    @restoring_thread_state
+    @boundary("the function of closure_convert", func, traceable=True)
     def converted(*args: Any) -> Any:
         own = args[: len(args) - len(closed)]
         given = args[len(own) :]

@@ -19,7 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import depends_on_leaves, is_differentiable, next_sequence_number
-from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.dispatch.state import overriding
@@ -34,7 +34,7 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
-from tsfunc.user_code import folded_class, folding
+from tsfunc.user_code import folded_class
 
 
 @folded_class
@@ -110,9 +110,7 @@ class custom_jvp(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
-    @copy_outside_dynamo
-    @folding("custom_jvp")
-    @restoring_thread_state
+    @boundary("custom_jvp")
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.rule is None:
             raise self.missing("defjvp")

@@ -10,8 +10,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import is_differentiable
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.current_level import at_level_of
-from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
@@ -26,7 +26,7 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
-from tsfunc.user_code import folded_class, folding
+from tsfunc.user_code import folded_class
 
 
 @folded_class
@@ -92,9 +92,7 @@ class custom_vjp(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.fwd, self.bwd)
 
-    @copy_outside_dynamo
-    @folding("custom_vjp")
-    @restoring_thread_state
+    @boundary("custom_vjp")
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")

@@ -10,8 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.trace.trace_level import current_trace
-from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
-from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.argnums import with_replaced
@@ -19,7 +18,7 @@ from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
-from tsfunc.user_code import folded_class, folding
+from tsfunc.user_code import folded_class
 
 
 @folded_class
@@ -72,9 +71,7 @@ class custom_vmap(Rule[Result]):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
-    @copy_outside_dynamo
-    @folding("custom_vmap")
-    @restoring_thread_state
+    @boundary("custom_vmap")
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         args = self.positional(args, kwargs)
         if self.rule is None:

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import UserLines
-from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
+from tsfunc.bridge.tracers.boundaries import UserLines, boundary
 from tsfunc.bridge.tracers.function_registry import METHODS
-from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
@@ -31,7 +29,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
-from tsfunc.user_code import called_by_user, folding, name_of
+from tsfunc.user_code import called_by_user, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,9 +198,7 @@ class CallReport:
         return self._table(self.summary)
 
 
-@copy_outside_dynamo
-@folding("explain")
-@restoring_thread_state
+@boundary("explain")
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
     """Run a call once, and report the operators that it called and the rules that served them.
 

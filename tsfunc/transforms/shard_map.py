@@ -28,9 +28,8 @@ from tsfunc.bridge.mesh.mesh_operators import outermost_trace
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered_mesh
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.trace.trace_level import current_trace
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.substitution import substitute_tensors
@@ -121,9 +120,7 @@ def shard_map(
 
     plans = _ExchangePlans("in_specs", in_specs), _ExchangePlans("out_specs", out_specs)
 
-    @outside_dynamo
-    @folding("shard_map", func)
-    @restoring_thread_state
+    @boundary("shard_map", func)
     def mapped(*args: Any) -> Any:
         if isinstance(mesh, VirtualMesh):
             if inputs != "global" or outputs != "global":
