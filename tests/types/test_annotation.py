@@ -58,7 +58,7 @@ from tsfunc.types import (
     from_annotation,
     interface,
 )
-from tsfunc.types.annotation import attribute_types, says_any
+from tsfunc.types.annotation import attribute_types
 
 META = MetaTensorType(["n", 64], dtype=torch.float32)
 X = TSTensor(meta=META)
@@ -261,13 +261,10 @@ class TestAttributes:
             call: typing.Callable[[], int]
             missing: nowhere  # type: ignore[name-defined]  # noqa: F821
             own: Holder
-            any: Any
 
         types = attribute_types(Holder)
         assert types["call"] == types["missing"] == ANY
         assert types["own"] == TSCustomClass(Holder)
-        assert says_any(Holder, "any") and not says_any(Holder, "call")
-        assert not says_any(Holder, "missing") and not says_any(Holder, "none such")
 
     def test_a_class_that_is_defined_later(self) -> None:
         class Early:

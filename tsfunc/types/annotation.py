@@ -15,7 +15,7 @@ import weakref
 from collections import ChainMap, abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 import optree
 import torch
@@ -417,19 +417,7 @@ def closure_of(func: Any) -> dict[str, object]:
     return variables
 
 
-class _Declared(NamedTuple):
-    """The declared attributes of a class.
-
-    Attributes:
-        types: attribute name to type; ``Any`` if the annotation is not a type.
-        any: the attributes that are annotated as ``Any``.
-    """
-
-    types: Mapping[str, TSType]
-    any: frozenset[str]
-
-
-_known: weakref.WeakKeyDictionary[type, _Declared] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[type, Mapping[str, TSType]] = weakref.WeakKeyDictionary()
 
 
 def attribute_types(cls: type) -> Mapping[str, TSType]:
@@ -438,33 +426,19 @@ def attribute_types(cls: type) -> Mapping[str, TSType]:
     An attribute is checked at its use, so an annotation that is not a type of the language does not
     prevent the use of other attributes.
     """
-    return _declared(cls).types
-
-
-def says_any(cls: type, name: str) -> bool:
-    """True if an attribute is annotated as ``Any`` itself."""
-    return name in _declared(cls).any
-
-
-def _declared(cls: type) -> _Declared:
     known = _known.get(cls)
     if known is not None:
         return known
     types_: dict[str, TSType] = {}
-    no_types: set[str] = set()
     clear, scope = True, class_scope(cls)
     for home in reversed(cls.__mro__):
         names = ChainMap(dict(class_scope(home)), dict(scope))
         for name, annotation in inspect.get_annotations(home).items():
-            no_types.discard(name)
             try:
                 types_[name] = from_annotation(annotation, names, where=f"{cls.__name__}.{name}")
             except AnnotationError as error:
                 types_[name] = ANY
-                no_types.add(name)
                 clear = clear and not error.undefined
-    anys = frozenset(name for name, type_ in types_.items() if type_ == ANY) - no_types
-    declared = _Declared(types_, anys)
     if clear:
-        _known[cls] = declared
-    return declared
+        _known[cls] = types_
+    return types_

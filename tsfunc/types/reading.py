@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
-import sys
 import typing
-from collections import ChainMap
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
 import optree
@@ -20,10 +16,7 @@ from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.annotation import (
     SUPPORTED,
-    Scope,
     attribute_types,
-    class_scope,
-    closure_of,
     from_annotation,
     from_typing,
     require_hashable,
@@ -238,11 +231,6 @@ def _from_container(written: object, where: str) -> Descriptor:
 # --- the parameters of a function
 
 
-_EMPTY = inspect.Parameter.empty
-_OURS = __name__.partition(".")[0]
-_ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
-
 def signature_of(func: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function or module; a function in C accepts any arguments."""
     try:
@@ -261,68 +249,7 @@ def takes_any_keyword(func: Callable[..., Any]) -> bool:
         parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
     except ValueError:
         return True
-    return any(parameter.kind is _MANY for parameter in parameters)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
-
-
-def annotated_types(func: Any) -> dict[str, TSType]:
-    """Return the types of a function's parameters whose annotation is a type.
-
-    ``*args`` and ``**kwargs`` are left out, because functions that pass arguments on annotate them
-    with ``Any``. Functions of this library are left out too, because they accept any pytree.
-    """
-    target = func.forward if isinstance(func, torch.nn.Module) else func
-    inner = function_of(target)
-    if (getattr(inner, "__module__", None) or "").partition(".")[0] == _OURS:
-        return {}
-    annotations = {
-        name: parameter.annotation
-        for name, parameter in signature_of(target).parameters.items()
-        if parameter.annotation is not _EMPTY and parameter.kind not in (_ONE, _MANY)
-    }
-    if not annotations:
-        return {}
-    scope = scope_of(inner, owner_of(inner))
-    types_: dict[str, TSType] = {}
-    for name, annotation in annotations.items():
-        try:
-            types_[name] = from_annotation(annotation, scope)
-        except AnnotationError:  # the annotation is not a type of the language
-            continue
-    return types_
-
-
-def function_of(func: Any) -> Any:
-    """Return the Python function inside of a wrapper, partial, method, class or instance."""
-    func = inspect.unwrap(func)
-    if isinstance(func, functools.partial):
-        return function_of(func.func)
-    if isinstance(func, MethodType):
-        return function_of(func.__func__)
-    if isinstance(func, type):
-        constructor: Any = vars(func).get("__init__", func.__new__)
-        return function_of(constructor)
-    if inspect.isroutine(func):
-        return func
-    return function_of(type(func).__call__)
-
-
-def owner_of(func: Any) -> type | None:
-    """Return the class in whose body a function was defined, if its name leads to it."""
-    *path, _ = getattr(func, "__qualname__", "").split(".")
-    owner: Any = getattr(func, "__globals__", {})
-    # "<locals>" is not found, so a class made inside of a function is not found either.
-    for name in path:
-        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
-        if not isinstance(owner, type):
-            return None
-    return owner if path else None
-
-
-def scope_of(func: Any, owner: type | None) -> Scope:
-    """Return the objects that the names in a function's annotations refer to."""
-    module = sys.modules.get(getattr(func, "__module__", None) or "")
-    names = getattr(func, "__globals__", vars(module) if module else {})
-    return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

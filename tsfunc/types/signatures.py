@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +18,13 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
-from tsfunc.types.annotation import Scope, attribute_types, from_annotation
+from tsfunc.types.annotation import (
+    Scope,
+    attribute_types,
+    class_scope,
+    closure_of,
+    from_annotation,
+)
 from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.check_codegen import generate_call, never
 from tsfunc.types.check_context import Mismatch
@@ -27,7 +35,6 @@ from tsfunc.types.futures import TSFuture, TSRRef
 from tsfunc.types.grammar import require_type
 from tsfunc.types.inference import of_value
 from tsfunc.types.lattice import nominal_view
-from tsfunc.types.reading import function_of, owner_of, scope_of
 from tsfunc.types.single import (
     ANY,
     NONE,
@@ -43,7 +50,6 @@ from tsfunc.types.unions import TSOptional, TSUnion, optional
 from tsfunc.user_code import folded_class, folding
 
 _EMPTY = inspect.Parameter.empty
-_OURS = __name__.partition(".")[0]
 _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -133,11 +139,11 @@ def signature(func: Any) -> Signature:
         plain = inspect.signature(func)
     except (TypeError, ValueError) as error:
         raise AnnotationError(f"{func!r} has no signature: {error}") from None
-    inner = function_of(func)
+    inner = _function_of(func)
     name = getattr(inner, "__name__", type(func).__name__)
-    owner = owner_of(inner)
+    owner = _owner_of(inner)
     _require_plain_self(inner, name)
-    scope = scope_of(inner, owner)
+    scope = _scope_of(inner, owner)
     parameters: dict[str, TSType] = {}
     for i, parameter in enumerate(plain.parameters.values()):
         if i == 0 and inner is func and owner is not None and _takes_self(inner, owner):
@@ -322,3 +328,40 @@ def _anything(name: str, returns: TSType | None = None) -> Signature:
 
     method.__name__ = name
     return dataclasses.replace(signature(method), returns=returns)
+
+
+# --- the function inside of a callable, and the names of its annotations
+
+
+def _function_of(func: Any) -> Any:
+    """Return the Python function inside of a wrapper, partial, method, class or instance."""
+    func = inspect.unwrap(func)
+    if isinstance(func, functools.partial):
+        return _function_of(func.func)
+    if isinstance(func, types.MethodType):
+        return _function_of(func.__func__)
+    if isinstance(func, type):
+        constructor: Any = vars(func).get("__init__", func.__new__)
+        return _function_of(constructor)
+    if inspect.isroutine(func):
+        return func
+    return _function_of(type(func).__call__)
+
+
+def _owner_of(func: Any) -> type | None:
+    """Return the class in whose body a function was defined, if its name leads to it."""
+    *path, _ = getattr(func, "__qualname__", "").split(".")
+    owner: Any = getattr(func, "__globals__", {})
+    # "<locals>" is not found, so a class made inside of a function is not found either.
+    for name in path:
+        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
+        if not isinstance(owner, type):
+            return None
+    return owner if path else None
+
+
+def _scope_of(func: Any, owner: type | None) -> Scope:
+    """Return the objects that the names in a function's annotations refer to."""
+    module = sys.modules.get(getattr(func, "__module__", None) or "")
+    names = getattr(func, "__globals__", vars(module) if module else {})
+    return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

@@ -1,8 +1,7 @@
 """Values of type ``Any`` in a trace: they may only be passed on and returned.
 
-A program has no check for a value of type ``Any``. If an annotation or a descriptor says ``Any``,
-the traced function gets an opaque value in its place. Every use of it raises an error that
-says where the concrete type is missing.
+A program has no check for a value that its descriptor describes as ``Any``. The traced function
+gets an opaque value in its place, and every use of it raises an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ class OpaqueValue:
     """The opaque value in place of a value of type ``Any`` while a function is traced.
 
     Args:
-        text: an expression for the value: ``x``, ``params['w']``, ``Model.scale``.
-        remedy: where the type is declared, and how to declare another.
+        text: an expression for the value: ``x``, ``params['w']``.
+        parameter: the parameter whose descriptor describes the value.
     """
 
-    __slots__ = ("_remedy", "_text", "_value")
+    __slots__ = ("_parameter", "_text", "_value")
 
     @property
     def __class__(self) -> type[Any]:
@@ -34,10 +33,10 @@ class OpaqueValue:
     def __class__(self, cls: type[Any]) -> None:
         _refuse(self, "its class is assigned")
 
-    def __init__(self, value: Any, text: str, remedy: str) -> None:
+    def __init__(self, value: Any, text: str, parameter: str) -> None:
         object.__setattr__(self, "_value", value)
         object.__setattr__(self, "_text", text)
-        object.__setattr__(self, "_remedy", remedy)
+        object.__setattr__(self, "_parameter", parameter)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +62,8 @@ def _refuse(value: OpaqueValue, use: str) -> NoReturn:
     text = _of(value, "_text")
     raise TypeCheckError(
         f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
-        f"it: {use} at {user_location()}. {_of(value, '_remedy')}"
+        f"it: {use} at {user_location()}. Its descriptor says so: describe "
+        f"{_of(value, '_parameter')!r} with a concrete type."
     )
 
 

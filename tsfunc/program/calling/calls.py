@@ -340,7 +340,7 @@ class CacheMiss:
         return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs,
             named_dims, numbers,
-            hide_opaque_arguments(self.func, described, self.parameters, path_expression),
+            hide_opaque_arguments(described, self.parameters, path_expression),
             described, assumptions,
         )  # fmt: skip
 

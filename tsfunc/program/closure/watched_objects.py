@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.replaced_members import REPLACED_ATTRIBUTES, REPLACED_METHODS
 from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.errors import TypeCheckError
@@ -28,7 +27,7 @@ from tsfunc.program.closure.guard_codegen import MemberIs, Source
 from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
 from tsfunc.types import check
-from tsfunc.types.annotation import attribute_types, says_any
+from tsfunc.types.annotation import attribute_types
 from tsfunc.user_code import is_installed, user_location
 
 STATE = ("_parameters", "_buffers", "_modules")
@@ -171,15 +170,7 @@ class WatchedObject:
             if not exactly:
                 return symbolic()
             self._guards.add(SameContents(source, value))
-        return self._typed(name, value)
-
-    def _typed(self, name: str, value: Any) -> Any:
-        """Return the value, or a stand-in for it if its class declares the attribute as ``Any``."""
-        cls = type(self.value)
-        if value is None or is_traced(value) or is_installed(cls) or not says_any(cls, name):
-            return value
-        remedy = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return OpaqueValue(value, f"{self.source.text}.{name}", remedy)
+        return value
 
     def check(self, name: str, value: Any, use: str) -> None:
         """Check an attribute against the annotation in the user's class.

@@ -30,16 +30,14 @@ from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
-from tsfunc.types.annotation import says_any
-from tsfunc.types.containers import TSFields
+from tsfunc.types.annotation import attribute_types
+from tsfunc.types.containers import TSFields, TSPytree
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.reading import annotated_types, as_descriptor
-from tsfunc.types.single import ANY, TSCustomClass, TSMetaType, TSPrimitiveType, Value
+from tsfunc.types.single import ANY, TSMetaType, TSPrimitiveType, Value
 from tsfunc.types.sizes import solved_for
 from tsfunc.types.unions import TSUnion
 from tsfunc.types.values import is_array
-from tsfunc.user_code import code_location_text
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
 
@@ -334,44 +332,37 @@ def _input_name(path: Sequence[Any], taken: set[str]) -> str:
     return name
 
 
-# --- arguments of type ``Any``, which a trace gets as stand-ins: see ``bridge/trace/opaque``
+# --- arguments described as ``Any``, which a trace gets as stand-ins: see ``bridge/trace/opaque``
 
 
 Hide = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""A function of positional and keyword arguments that hides those of type ``Any``."""
+"""A function of positional and keyword arguments that hides those described as ``Any``."""
 
 
 def hide_opaque_arguments(
-    func: Callable[..., Any],
     described: Mapping[str, Descriptor],
     signature: inspect.Signature,
     spell: Callable[[Sequence[Any]], str],
 ) -> Hide:
-    """Return a function that replaces each value of type ``Any`` by an opaque value.
+    """Return a function that replaces each value with the descriptor ``Any`` by an opaque value.
 
-    A container of type ``Any`` gets one opaque value, so that it can't be iterated or measured.
+    A container described as ``Any`` gets one opaque value, so that it can't be iterated or
+    measured. In an annotation ``Any`` promises nothing, as to type checkers (PEP 484).
 
     Args:
-        func: the function that is traced.
-        described: parameter name to descriptor, which takes precedence over the annotation.
-        signature: the parameters of ``func``.
+        described: parameter name to descriptor.
+        signature: the parameters of the function that is traced.
         spell: returns a path in the user's spelling.
     """
-    annotated = annotated_types(func)
 
     def hide(
         args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def hidden(parameter: str, value: Any, *path: Any) -> Any:
-            if parameter in described:
-                declared, by = described[parameter], "descriptor"
-            elif parameter in annotated:
-                declared, by = as_descriptor(annotated[parameter]), "annotation"
-            else:
+            if parameter not in described:
                 return value
-            remedy = _remedy(func, parameter, by)
             return _with_opaque_parts(
-                declared, value, path, lambda at: (spell((parameter, *at)), remedy)
+                described[parameter], value, path, lambda at: (spell((parameter, *at)), parameter)
             )
 
         positions = signature.bind(*range(len(args)), **{name: name for name in kwargs}).arguments
@@ -415,34 +406,27 @@ def _with_opaque_parts(
     return value if unchanged else node.unflatten_func(node.metadata, children)
 
 
-def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
-    place = code_location_text(func)
-    at = f" at {place}" if place else ""
-    if by == "descriptor":
-        return f"Its descriptor says so: describe {parameter!r} with a concrete type."
-    return (
-        f"The annotation of {parameter!r}{at} says so: annotate it with a concrete type, or "
-        f"describe it with one, which goes before the annotation."
-    )
-
-
 def _is_any(declared: Descriptor, path: tuple[Any, ...]) -> bool:
     """True if a descriptor has type ``Any`` for the value at a path."""
     match declared:
         case TSMetaType():
             return True
-        case TSFields(cls, names=()) | TSCustomClass(cls):
-            return bool(path) and says_any(cls, str(path[0]))
         case TSUnion(alternatives):
             return any(_is_any(each, path) for each in alternatives)
         case _:
             child = declared.child_at(path) if path else None
-            if child is None:
+            if child is None or (child == ANY and _is_annotated_as_any(declared, path[0])):
                 return False
-            if (
-                child == ANY
-                and isinstance(declared, TSFields)
-                and not says_any(declared.cls, str(path[0]))
-            ):
-                return False  # the annotation is not a type, so it does not mean Any
             return _is_any(child, path[1:])
+
+
+def _is_annotated_as_any(declared: Descriptor, entry: Any) -> bool:
+    """True for the field of a class that does not annotate it with a type, or with ``Any``."""
+    match declared:
+        case TSFields(cls):
+            name = str(entry)
+        case TSPytree(cls) if optree.is_namedtuple_class(cls):
+            name = optree.namedtuple_fields(cls)[entry]
+        case _:
+            return False
+    return attribute_types(cls).get(name, ANY) == ANY
