@@ -46,6 +46,7 @@ from tsfunc.program.closure.guard_codegen import (
     Source,
     differs,
 )
+from tsfunc.program.closure.refused_values import differences
 from tsfunc.types.values import same_value
 
 
@@ -92,7 +93,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
         ),
         [[3], [8]], [[2], [9], [3.0]],
     ),
-    ((ResultIs(len, (FIRST,), 2),), [["ab"]], [["a"], [3]]),
+    ((ResultIs(len, (FIRST,), 2, "len(x)"),), [["ab"]], [["a"], [3]]),
     ((MemberIs(random, "Random", random.Random),), [[]], []),
     ((MemberIs(random, "Random", Holder),), [], [[]]),
     ((NoMember(Holder, "other"),), [[]], []),
@@ -109,6 +110,16 @@ def test_a_guard_accepts_the_values_that_were_read(number: int) -> None:
         assert answers(args) == (), args
     for args in refused:
         assert answers(args) is None, args
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_refused_call_is_told_by_name_from_the_traced_one(number: int) -> None:
+    guards, _, refused = CASES[number]
+    for args in refused:
+        if isinstance(guards[0], LengthIs | ResultIs) and isinstance(args[0], int):
+            continue  # the guard on its type precedes those on its elements
+        found = differences(ClosureGuards(list(guards)), now(), args)
+        assert found and all(name and one is not other for name, (one, other) in found.items())
 
 
 def test_every_kind_has_a_case() -> None:

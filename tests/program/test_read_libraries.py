@@ -25,6 +25,7 @@ import tsfunc
 from tests.transforms.test_soundness import ONES
 from tsfunc import specialize
 from tsfunc.errors import ReadOnceWarning, TypeCheckError
+from tsfunc.program.calling.retrace_reasons import UNSEEN
 
 # A function, a change of its answer, and a function that undoes the change.
 Case = tuple[Callable[[Tensor], Any], Callable[[], Any], Callable[[], Any]]
@@ -84,6 +85,11 @@ def cases() -> dict[str, Case]:
     return {name: case for part in (settings, members) for name, case in part()}
 
 
+# The changes that the reason of the new program does not name: of a value without a name in the
+# function, and of the class of a tensor, which the program keeps and so has the new class too.
+NO_NAME = {"what a tensor gets later", "a tensor that becomes a parameter"}
+
+
 @pytest.mark.parametrize("what", cases())
 def test_changes_are_seen(what: str) -> None:
     f, change, undo = cases()[what]
@@ -102,6 +108,7 @@ def test_changes_are_seen(what: str) -> None:
     finally:
         undo()
     assert g.cache_info().programs == 2
+    assert (UNSEEN in str(g.cache_info())) == (what in NO_NAME)
 
 
 NOISE = random.SystemRandom()

@@ -458,7 +458,8 @@ class _Trace:
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""
         for setting in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
-            self.instances.builder.closure_guards.add(ResultIs(setting, (), setting()))
+            name = f"torch.{setting.__name__}()"
+            self.instances.builder.closure_guards.add(ResultIs(setting, (), setting(), name))
 
     def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
         """Guard the conditions on closed-over numbers."""

@@ -52,7 +52,8 @@ def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node)
     counters = [sources[each] for each in roots]
     value = compute(*counters)
     given = [builder.source_of(x) or Source.of_object(x, "a tensor") for x in counters]
-    builder.guards_of(True).add(ResultIs(compute, tuple(given), value))
+    name = "the number computed from closed-over tensors"
+    builder.guards_of(True).add(ResultIs(compute, tuple(given), value, name))
     return value
 
 

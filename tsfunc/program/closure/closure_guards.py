@@ -22,6 +22,7 @@ whose own guards, and those of all shorter paths, hold.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 import re
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.program.closure.differences import ABSENT, Difference, UnquotedText
 from tsfunc.program.closure.guard_codegen import (
     Enter,
     Guard,
@@ -77,15 +79,6 @@ class SourceGuard(Guard):
         """Return the fact without the name of the value; empty if it is not worth a line."""
         return ""
 
-    @property
-    def fact(self) -> tuple[str, Any] | None:
-        """The name of the fact and the guarded value of it; None if it has no name."""
-        return None
-
-    def fact_of(self, value: Any) -> Any:
-        """Return the fact about another value on the path."""
-        return value
-
 
 class _OfValue:
     """The fact of a guard on a value itself."""
@@ -93,9 +86,8 @@ class _OfValue:
     source: Source
     value: Any
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return self.source.text, self.value
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(self.source.text, values[0], self.value)
 
     def fact_text(self) -> str:
         return f"is {describe(self.value)}"
@@ -141,12 +133,8 @@ class TypeOf(SourceGuard):
 
     cls: type
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return f"type({self.source.text})", self.cls
-
-    def fact_of(self, value: Any) -> Any:
-        return type(value)
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(f"type({self.source.text})", type(values[0]), self.cls)
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"type({at}) is not {code.name(self.cls)}"
@@ -176,12 +164,12 @@ class KeysAre(SourceGuard):
     keys: Sequence[Any]
     plain: bool = False
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return f"the keys of {self.source.text}", self.fact_of(self.keys)
-
-    def fact_of(self, value: Any) -> Any:
-        return tuple(key if type(key) in (str, int) else describe(key) for key in value)
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        now, before = (
+            tuple(key if type(key) in (str, int) else describe(key) for key in keys)
+            for keys in (values[0], self.keys)
+        )
+        yield Difference(f"the keys of {self.source.text}", now, before)
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return keys_condition([at], [self.keys], code.name)
@@ -212,12 +200,12 @@ class LengthIs(SourceGuard):
     length: int
     most: Any = _NOT_COMPARED
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return f"len({self.source.text})", self.length
-
-    def fact_of(self, value: Any) -> Any:
-        return len(value)
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        text, now = self.source.text, len(values[0])
+        if now != self.length:
+            yield Difference(f"len({text})", now, self.length)
+        else:
+            yield Difference(f"{text}.maxlen", values[0].maxlen, self.most)
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         most = "" if self.most is _NOT_COMPARED else f" or {at}.maxlen != {self.most}"
@@ -239,6 +227,10 @@ class SameObjectAs(SourceGuard):
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.variable(self.other)}"
 
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        if self.other.text:
+            yield Difference(f"{self.source.text} is {self.other.text}", False, True)
+
     def fact_text(self) -> str:
         return f"is {self.other.text}" if self.other.text != self.source.text else ""
 
@@ -248,6 +240,9 @@ class NotOneOf(SourceGuard):
     """A value that is none of some objects, which the guard keeps alive."""
 
     others: Sequence[Any]
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(self.source.text, values[0], UnquotedText("another object"))
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"id({at}) in {code.name(frozenset(map(id, self.others)))}"
@@ -268,6 +263,10 @@ class Missing(SourceGuard):
 
     name: str
     how: str = "hasattr({0}, {1!r})"
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        name = f"{self.name!r} of {self.source.text}"
+        yield Difference(name, UnquotedText("present"), ABSENT)
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return self.how.format(at, self.name)
@@ -292,9 +291,8 @@ class TensorConstant(SourceGuard):
 
     tensor: torch.Tensor
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return self.source.text, self.tensor
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(self.source.text, values[0], self.tensor)
 
     @classmethod
     def lines_of_many(cls, guards: Sequence[TensorConstant], code: GuardCode) -> Iterator[str]:
@@ -317,9 +315,8 @@ class TensorInput(SourceGuard):
 
     example: torch.Tensor
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return self.source.text, self.example
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(self.source.text, values[0], self.example)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         return tensor_lines(code.variable(self.source), self.example, code)
@@ -346,12 +343,11 @@ class AnyClosureNumber(SourceGuard):
         """True if the code of a condition has the variable of the number."""
         return re.search(rf"\b{self.variable}\b", condition) is not None
 
-    @property
-    def fact(self) -> tuple[str, Any]:
-        return f"type({self.source.text})", self.kind
-
-    def fact_of(self, value: Any) -> Any:
-        return type(value)
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        if type(values[0]) is self.kind:
+            yield Difference(self.source.text, values[0], self.value)
+        else:
+            yield Difference(f"type({self.source.text})", type(values[0]), self.kind)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         at, kind = code.variable(self.source), code.name(self.kind)
@@ -393,11 +389,16 @@ class NumberCondition(Guard):
 
 @dataclass(frozen=True, eq=False)
 class ResultIs(Guard):
-    """The result of a function of values that were read: a setting, a property of a tensor."""
+    """The result of a function of values that were read: a setting, a property of a tensor.
+
+    Attributes:
+        name: the result in the user's words; a statement if the result is True.
+    """
 
     function: Callable[..., Any]
     sources: tuple[Source, ...]
     expected: Any
+    name: str
 
     def value_sources(self) -> tuple[Source, ...]:
         return self.sources
@@ -406,6 +407,22 @@ class ResultIs(Guard):
         values = ", ".join(map(code.variable, self.sources))
         call = f"{code.name(self.function)}({values})"
         return (f"if {call} != {code.name(self.expected)}: return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        if self.expected is True:
+            return (self.name,)
+        shown = self.expected if isinstance(self.expected, bool | int | float) else "unchanged"
+        return (f"{self.name} is {shown}",)
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        now, before = self.function(*values), self.expected
+        if not isinstance(before, dict):
+            yield Difference(self.name, now, before)
+            return
+        for key in dict.fromkeys((*now, *before)):
+            one, other = now.get(key, ABSENT), before.get(key, ABSENT)
+            if one is ABSENT or other is ABSENT or one != other:
+                yield Difference(f"{self.name}[{key!r}]", one, other)
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,9 +438,19 @@ class Distinct(Guard):
         ids = ", ".join(f"id({code.variable(source)})" for source in self.sources)
         return (f"if len({{{ids}}}) != {len(self.sources)}: return None",)
 
+    def texts(self, name: Names) -> Iterable[str]:
+        named = [source.text for source in self.sources if source.text]
+        return (f"{', '.join(named)} are different objects",) if len(named) > 1 else ()
 
-class OfBranch(str):
-    """The text of a number with which the function took another branch."""
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        named = [
+            (source.text, value)
+            for source, value in zip(self.sources, values, strict=True)
+            if source.text
+        ]
+        for (left, one), (right, other) in itertools.combinations(named, 2):
+            if one is other:
+                yield Difference(f"{left} is {right}", True, False)
 
 
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)

@@ -27,7 +27,6 @@ import dis
 import functools
 import gc
 import glob
-import operator
 import os
 import pathlib
 import random
@@ -488,8 +487,8 @@ class LibraryReads:
         """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
-            unchanged = functools.partial(operator.eq, dict(os.environ))
-            self.guards.add(ResultIs(unchanged, (Source.of_object(os.environ),), True))
+            source = Source.of_object(os.environ)
+            self.guards.add(ResultIs(dict, (source,), dict(os.environ), "os.environ"))
 
     def _guard_environment_read(self, owner: Any, name: str | None, value: Any) -> None:
         if reads_environment(owner, name, value):

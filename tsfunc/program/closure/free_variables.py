@@ -126,7 +126,8 @@ class FreeVariables:
     def _operator(self, op: Operator) -> None:
         """Guard the kernels of a user's operator, of which a trace runs those of the backend."""
         kernels = op.kernels
-        self.guards.add(ResultIs(_kernels_of, (Source.of_object(op),), kernels))
+        name = f"the table of kernels of {op.name}"
+        self.guards.add(ResultIs(_kernels_of, (Source.of_object(op),), kernels, name))
         for kernel in kernels:
             self.scan(kernel)
 
@@ -228,7 +229,8 @@ class FreeVariables:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
-            self.guards.add(ResultIs(abc.get_cache_token, (), abc.get_cache_token()))
+            name = "the number of registrations in abstract classes"
+            self.guards.add(ResultIs(abc.get_cache_token, (), abc.get_cache_token(), name))
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
         """Guard an attribute of a class, and that no derived class overrides it.
@@ -385,7 +387,7 @@ class FreeVariables:
             self.scan(vars(variable.owner).get("__getattr__"))
         name, source = variable.name, variable.source
         if name is None:
-            self.guards.add(ResultIs(is_empty, (source,), True))
+            self.guards.add(ResultIs(is_empty, (source,), True, f"{variable.text} is not assigned"))
         elif isinstance(variable.owner, dict):
             self.guards.add(Missing(source, name, IN_DICT))
         else:

@@ -34,6 +34,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.errors import DescriptorViolation
+from tsfunc.program.closure.differences import ABSENT, Difference
 from tsfunc.types import Dim
 from tsfunc.types.values import same_float, same_value
 
@@ -418,10 +419,14 @@ class Guard:
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Return lines of Python over the list ``args`` that return None if the guard fails."""
-        return ()
+        raise NotImplementedError
 
     def texts(self, name: Names) -> Iterable[str]:
         """Return the fact in the user's names."""
+        return ()
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        """Yield the named facts in which other values of ``value_sources`` differ."""
         return ()
 
     @classmethod
@@ -545,6 +550,10 @@ class MemberIs(Guard):
     name: str
     value: Any
 
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        now = vars(self.owner).get(self.name, ABSENT)
+        yield Difference(f"{self.owner.__name__}.{self.name}", now, self.value)
+
     @classmethod
     def lines_of_many(cls, guards: Sequence[MemberIs], code: GuardCode) -> Iterator[str]:
         """Check the members of each owner at once."""
@@ -567,6 +576,9 @@ class NoMember(Guard):
 
     owner: Any
     name: str
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(f"{self.owner.__name__}.{self.name}", vars(self.owner)[self.name], ABSENT)
 
     @classmethod
     def lines_of_many(cls, guards: Sequence[NoMember], code: GuardCode) -> Iterator[str]:

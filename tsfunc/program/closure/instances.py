@@ -132,7 +132,7 @@ class Instances:
         hooks = hooks_of_all_modules()
         if not self._met_modules:
             guards = self.builder.guards_of(True)
-            guards.add(ResultIs(hooks_of_all_modules, (), hooks))
+            guards.add(ResultIs(hooks_of_all_modules, (), hooks, "the set of hooks of all modules"))
             for hook in hooks:
                 self.met(hook)
         self._met_modules = True
@@ -416,7 +416,9 @@ class ClosureGradients:
                 f"{self._level.name}: backward() at {user_location()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
-        self._builder.guards_of(source.in_closure).add(ResultIs(_is_plain_leaf, (source,), True))
+        is_leaf = f"{source.text} is a leaf without hooks"
+        guards = self._builder.guards_of(source.in_closure)
+        guards.add(ResultIs(_is_plain_leaf, (source,), True, is_leaf))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the ``.grad`` that the function has replaced."""

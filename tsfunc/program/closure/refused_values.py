@@ -10,9 +10,9 @@ from tsfunc.program.closure.closure_guards import (
     AnyClosureNumber,
     ClosureGuards,
     NumberCondition,
-    OfBranch,
     SourceGuard,
 )
+from tsfunc.program.closure.differences import OfBranch
 from tsfunc.program.closure.guard_codegen import Guard
 from tsfunc.types.values import same_value
 
@@ -36,15 +36,18 @@ def differences(
     for guard in itertools.islice(_refusing(reads, now, flat), _SHOWN):
         if isinstance(guard, NumberCondition):
             found |= _numbers_of(reads, guard, now, flat)
-        fact = guard.fact if isinstance(guard, SourceGuard) else None
-        if fact is None or not isinstance(guard, SourceGuard) or not guard.source.text:
+        if isinstance(guard, SourceGuard) and not guard.source.text:
             continue
-        path = guard.source.path
-        value = ClosureGuards([], [(guard.source, None)]).function(now)(flat)
-        if value is None or any(path[: len(each)] == each for each in paths):
+        sources = guard.value_sources()
+        values = ClosureGuards([], [(source, None) for source in sources]).function(now)(flat)
+        if values is None or any(
+            source.path[: len(each)] == each for source in sources for each in paths
+        ):
             continue  # it is in a container that is refused
-        paths.append(path)
-        found[fact[0]] = guard.fact_of(value[0]), fact[1]
+        named = {each.name: (each.now, each.before) for each in guard.differences(*values)}
+        if named:
+            paths.extend(source.path for source in sources)
+            found |= named
     return found or None
 
 

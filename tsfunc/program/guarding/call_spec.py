@@ -18,6 +18,7 @@ from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.ops.dims import dense_strides, memory_order
+from tsfunc.program.closure.differences import UnquotedText
 from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.closure.guard_codegen import (
     Guard,
@@ -35,7 +36,6 @@ from tsfunc.program.guarding.guards import (
     SizesAre,
     TensorMeta,
     TypeIs,
-    UnquotedText,
     ValueIs,
     WatchedPlaceholder,
 )
@@ -298,7 +298,6 @@ def alias_tensors(
 # --- the facts of a call, by which a miss is explained
 
 
-ABSENT = object()
 ANY = object()  # stands for each value that a program serves
 STRUCTURE_PREFIX = "the structure of "
 _ORDER, _PASSED = "the keys of dict", "the arguments"

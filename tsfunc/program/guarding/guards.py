@@ -27,6 +27,7 @@ import torch
 
 from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import DescriptorError
+from tsfunc.program.closure.differences import UnquotedText
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
 from tsfunc.program.closure.guard_codegen import (
     Guard,
@@ -75,10 +76,6 @@ class ArgumentReader(NamedTuple):
     names: set[str]
 
 
-class UnquotedText(str):
-    """A text that is shown without quotes: a named dim, the name of a class."""
-
-
 @dataclass(frozen=True, eq=False)
 class ArgumentGuard(Guard):
     """A guard on one of the flattened arguments.
@@ -115,6 +112,10 @@ class TypeIs(ArgumentGuard):
     """An object's class; its attributes are guarded where the function reads them."""
 
     cls: type
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        """Return no lines: ``TypeOf`` guards the object among the values that were read."""
+        return ()
 
     def texts(self, name: Names) -> Iterable[str]:
         return (f"type({name(self.position)}) is {self.cls.__qualname__}",)
@@ -292,6 +293,10 @@ class DimIs(Guard):
     """The sizes that a named dim may have; they are checked where the first tensor binds it."""
 
     dim: Dim
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        """Return no lines: the first tensor with the dim checks its size."""
+        return ()
 
     def texts(self, name: Names) -> Iterable[str]:
         dim = self.dim
