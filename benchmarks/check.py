@@ -50,6 +50,7 @@ CHECKED = frozenset({
     "one operator in vmap of grad, with its backward",
     "eager: hessian of a function of 8 numbers",
     "eager: NTK of a small MLP",
+    "eager: gradients through a captured pullback",
     "eager: per-example gradients of two transformer blocks",
 })  # fmt: skip
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tsfunc.bridge.batch.empty_batches import may_fail_on_empty_batch, run_on_made_up_example
 from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.split_level import before_write
@@ -21,10 +23,12 @@ from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
     TorchOperator,
     functional_overload,
+    map_items,
     needs_rule,
     tensors_in,
 )
 from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -55,6 +59,9 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if level.splitter is not None and isinstance(op, TorchOperator):
         for position in op.written:
             before_write(level, args[position : position + 1])
+    if level.detaches_operands:
+        args = [map_items(_detached_operand, arg) for arg in args]
+        kwargs = {name: map_items(_detached_operand, arg) for name, arg in kwargs.items()}
     _, values, kinds = unwrap_args(args, level)
     for position in op.written if isinstance(op, TorchOperator) else ():
         for value in tensors_in(values[position : position + 1]):
@@ -77,6 +84,12 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         with suspend_autocast():  # NOTE [autocast and rules]
             return _by_rule(op, level, args, kwargs, values, bdims)
     return _by_rule(op, level, args, kwargs, values, bdims)
+
+
+def _detached_operand(value: Any) -> Any:
+    """Return an argument as a level that detaches operands uses it."""
+    outside = isinstance(value, torch.Tensor) and not isinstance(value, Tracer)
+    return value.detach() if outside and value.requires_grad else value
 
 
 def _by_rule(

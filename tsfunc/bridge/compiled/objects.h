@@ -81,6 +81,7 @@ struct Names {
   X("level", bit, "bit") X("level", depth, "depth") X("level", torch_state, "torch_state")      \
   X("level", batch_size, "batch_size") X("level", kind, "kind")                                 \
   X("level", kernel_states, "_kernel_states") X("level", splitter, "splitter")                  \
+  X("level", detaches_operands, "detaches_operands")                                            \
   X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")           \
   X("state", levels, "levels")                                                                  \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")               \

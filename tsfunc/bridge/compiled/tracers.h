@@ -393,6 +393,12 @@ class FunctionCall : public Call {
   uint64_t in_tensors_ = 0;  // bits of the places that have tracers instead of their values
 };
 
+// An argument as a level that detaches operands uses it: batching._detached_operand.
+at::Tensor detached_operand(const at::Tensor& value) {
+  bool handled = value.key_set().has(c10::DispatchKey::Python);
+  return handled || !value.requires_grad() ? value : value.variable_data();
+}
+
 // A call of an operator, whose arguments are on the dispatcher's stack.
 class OperatorCall : public Call {
  public:
@@ -423,8 +429,10 @@ class OperatorCall : public Call {
     c10::SmallVector<Owned, 10> kinds, keywords;
     values.reserve(count);
     held_at_ = 0;
+    bool detaches = slot(level, slots.detaches_operands) == Py_True;
     for (size_t i = 0; i < count; ++i) {
-      values.push_back(stack[first + i]);
+      const c10::IValue& argument = stack[first + i];
+      values.push_back(detaches ? with_tensors(argument, detached_operand) : argument);
       if (i >= positional && is_default(arguments[i], values[i])) continue;
       bool keyword = i >= schema.positional;
       Owned kind = unwrap_one(schema.arguments[i], values[i], keyword);

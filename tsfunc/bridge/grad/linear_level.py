@@ -7,9 +7,9 @@ only the cotangents are differentiated by. The results must not depend on the in
 outlive the transform: the user would get results that require grad, and ``backward()`` of them
 would free the graph that the pullback needs again.
 
-The cotangents of such a pass are therefore tracers of a level of its own. All other tensors that
-the pass meets are saved values, and constants of the level. Derivatives by the cotangents are
-recorded on the values inside the tracers.
+The cotangents of such a pass are therefore tracers of a level of its own, that of a batch whose
+tensors are the same for all examples. All other tensors that the pass meets are saved values, and
+constants of the level. Derivatives by the cotangents are recorded on the values inside the tracers.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from collections.abc import Sequence
 import torch
 
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap
 from tsfunc.bridge.tracers.tracer import Tracer
 
 
-class _LinearLevel(GradLevel):
+class _LinearLevel(BatchLevel):
     """The level of a pass: the values that the recorded function has saved are constants."""
 
     __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(1, "same", "a pullback")
+        self.detaches_operands = True
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         # Rules of the user may also use tensors that the recorded function does not depend on.
         saved = not isinstance(value, Tracer) and not autograd.reaches_active_leaves(value)
         return super().lift(autograd.detached(value) if saved else value)
 
-    def from_outside(self, value: torch.Tensor) -> torch.Tensor:
-        # Formulas in C++ use saved values, and what they compute of these alone.
-        return value if isinstance(value, Tracer) else autograd.detached(value)
+    def handles_factory(self, name: str, random: bool) -> bool:
+        return False
 
 
 def pull_linearly(
@@ -51,9 +54,9 @@ def pull_linearly(
         outputs: plain tensors, which depend on the inputs alone.
         inputs: leaves that have ended (``end_leaf``).
     """
-    with _LinearLevel("a pullback") as level, autograd.recording_at(level):
+    with _LinearLevel() as level, autograd.recording_at(level):
         lifted = [level.lift(ct) for ct in cotangents]
         pulled = autograd.backward(
             outputs, lifted, inputs, create_graph=True, retain_graph=retain_graph
         )
-    return [None if x is None else unwrapped(x, level) for x in pulled]
+    return [None if x is None else unwrap(x, level)[0] for x in pulled]

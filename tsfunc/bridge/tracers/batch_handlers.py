@@ -301,7 +301,7 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     known = op.plans or plans_of_operator(op)
     plan = known.plans.get(key) or known.make(op.overload, args, kwargs, kinds, key)
     step = plan.step
-    if step is _TABLE or (plan.writes and level.splitter is not None):
+    if step is _TABLE or (plan.writes and level.splitter is not None) or level.detaches_operands:
         return NotImplemented
     bdims = plan.bdims
     if bdims is None:

@@ -50,15 +50,17 @@ class BatchLevel(TracerLevel):
         random_keys: the keys of the call's random numbers, if examples draw as if alone.
         draw_count: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
         kind: the class of its tracers.
+        detaches_operands: True if tensors that are not tracers are constants for the level's
+            operators, without their graphs: NOTE [linear pullbacks] in ``linear_level``.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
         splitter: chooses between examples with different answers; None refuses them.
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "draw_count", "first", "generators",
-                 "kind", "lifts_factories", "random_keys", "randomness", "splitter", "spread_over",
-                 "strict")  # fmt: skip
+    __slots__ = ("axis_name", "batch_size", "bit", "detaches_operands", "draw_count", "first",
+                 "generators", "kind", "lifts_factories", "random_keys", "randomness", "splitter",
+                 "spread_over", "strict")  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class BatchLevel(TracerLevel):
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
         self.lifts_factories = 0
+        self.detaches_operands = False
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
@@ -159,6 +162,7 @@ class _DuplicateLevel(BatchLevel):
             level.random_keys,
         )
         self.splitter = level.splitter
+        self.detaches_operands = level.detaches_operands
         self.axis_name = level.axis_name
         self.spread_over = level.spread_over
         self.draw_count = drawn

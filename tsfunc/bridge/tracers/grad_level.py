@@ -30,10 +30,6 @@ class GradLevel(TracerLevel):
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return _wrap(self.lift_for_outer_traces(value), self)
 
-    def from_outside(self, value: torch.Tensor) -> torch.Tensor:
-        """Return an operand that is not a tracer of the level as its kernel uses it."""
-        return value
-
 
 class GradTracer(Tracer):
     """A tensor that wraps one value."""
@@ -110,11 +106,7 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     assert isinstance(level, GradLevel)
 
     def inner(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, GradTracer) and value.dispatch_level is level:
-            return value.value
-        return level.from_outside(value)
+        return unwrapped(value, level) if isinstance(value, torch.Tensor) else value
 
     def outer(value: Any) -> Any:
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value
