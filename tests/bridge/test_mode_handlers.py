@@ -172,6 +172,6 @@ def handlers_for_devices_while_a_backend_compiles() -> None:
 @pytest.mark.parametrize(
     "function", [steps_of_recorded_operators, handlers_for_devices_while_a_backend_compiles]
 )
-def test_an_interrupt_while_c_asks_for_metadata(function: Callable[[], None]) -> None:
+def test_an_interrupt_while_c_reads_metadata(function: Callable[[], None]) -> None:
     """The interrupt is delayed, since torch ends a process whose handler raises there."""
     assert int(_in_a_process_of_its_own(function)) > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import linecache
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tsfunc
+from tests.test_imports import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -66,6 +68,29 @@ def test_tests_that_these_pages_name_exist(page: str) -> None:
         path = ROOT / (file if file.startswith("tests/") else f"tests/types/{file}")
         assert path.exists(), file
         assert not name or re.search(rf"(def|class) {name}\b", path.read_text()), (file, name)
+
+
+def test_internals_lists_the_files_that_serve_all_packages() -> None:
+    text = (ROOT / "docs" / "internals.md").read_text().partition("| file | contents |")[2]
+    listed = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", text.partition("\n\n")[0], re.M)
+    assert tuple(listed) == PACKAGES[: PACKAGES.index("types")]
+
+
+def test_the_architecture_lists_the_packages_in_the_order_of_their_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^\| `(\w+)/` \|", text, re.M)
+    assert listed == [
+        each for each in PACKAGES[PACKAGES.index("types") :] if (ROOT / "tsfunc" / each).is_dir()
+    ]
+
+
+@pytest.mark.parametrize("package", ["types", "bridge/sizes", "bridge/tracers"])
+def test_the_docstring_of_a_package_lists_its_modules(package: str) -> None:
+    folder = ROOT / "tsfunc" / package
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    rows = re.findall(r"^    (\w+) +\S.*|^    - ((?:``\w+``(?:, )?)+):", doc, re.M)
+    assert {name for row in rows for name in re.findall(r"\w+", " ".join(row))} == modules
 
 
 def test_the_architecture_fits_on_a_page() -> None:

@@ -40,6 +40,19 @@ writes into its arguments only if the operator does. An in-place row returns ``a
 of torch that a rule makes depend on the arguments' metadata and on those that are not tensors; a
 rule that reads data reads it by torch's operators (NOTE [recipes] in ``bridge/tracers/recipes``).
 A rule returns ``NotImplemented`` for a call that it does not cover; the per-example loop runs it.
+
+Such a rule is complete. Four declarations beside it add what a rule alone can't have:
+
+``@checked`` (``refusal``)
+    required if the kernel accepts calls that the operator refuses for one example.
+``takes_keywords`` (``keywords``)
+    required if batched tensors may be keyword arguments: NOTE [batched keywords].
+``VIEWS.row``, ``COPIES.row`` (``views``, ``identity``)
+    in place of ``row`` for operators of these families, which a trace runs without data if their
+    kernels do not read the device. No result depends on it.
+``@shifted`` (``shifts``)
+    for speed alone: how the arguments change if the batch dim is first. Compiled handlers then call
+    the operator without the rule.
 """
 
 from __future__ import annotations

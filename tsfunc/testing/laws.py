@@ -286,7 +286,7 @@ def check_compose(
         func: takes tensors of one example each, and returns a tensor.
         args: batches, with the batch dim first.
         eps: the step of the differences.
-        rtol, atol: tolerances in place of those for the dtype; :func:`check_grads` says which.
+        rtol, atol: tolerances; by default those of :func:`check_grads` for the dtype.
 
     Raises:
         AssertionError: the message names the pair of transforms and the place of the difference.

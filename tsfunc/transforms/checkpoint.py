@@ -178,8 +178,7 @@ def run(
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     devices = devices_of(tensors)
     # The random states are arguments too, so that an outer checkpoint recomputes them: otherwise
-    # each
-    # of several nested checkpoints would keep a state.
+    # each of several nested checkpoints would keep a state.
     states = states_of(devices) if preserve_rng_state else []
     drawn = len(states)
     first = True

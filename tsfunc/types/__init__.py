@@ -10,7 +10,7 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text
     check_context    the state of a check of values, with every mismatch
-    codegen          the check of values as generated code, which is fast for values that fit
+    check_codegen    the check of values as generated code, which is fast for values that fit
     base             the base class of types: the operations on a type, as methods
     single           the types without parts: Any, single values, tensors, classes
     unions           the types of the values of several types
@@ -25,7 +25,7 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     checker          the check of values against types, whose classes have annotations
     reading          the reading of users' descriptors, and of annotations of parameters
     signatures       the types of parameters, results and attributes, and the check of a call
-    control_flow     the types of branches, and of values that loops carry
+    control_flow_types  the types of branches, and of values that loops carry
 
 The descriptors of a call:
 

@@ -1,11 +1,12 @@
 """A call of control flow, traced again into control flow that torch's operators have.
 
-torch's operators make one choice for all examples, and have no second derivatives, and no
-derivatives of the user's. When a program is written in these operators, a batch of calls is traced
-once more, as ``vmap`` of the operator. The same holds for derivatives (NOTE [derivatives in other
-control flow] in ``transforms/control/derived_operators``) and functions with derivatives of their
-own. In such a trace (``TraceLevel.for_torch``) no vmap is hidden: NOTE [unreadable choices] in
-``transforms/control/cond``. Functions with derivatives of their own are not nodes.
+torch's operators for control flow make one choice for all examples. They have no second
+derivatives, and they can't have derivatives that the user defines. When a program is written in
+these operators, a batch of calls is therefore traced once more, as ``vmap`` of the operator. So are
+the derivatives of control flow (NOTE [derivatives in other control flow] in
+``transforms/control/derived_operators``), and functions whose derivatives the user defines, which
+are not nodes of such a trace. In it (``TraceLevel.for_torch``) no vmap is hidden: NOTE [unreadable
+choices] in ``transforms/control/cond``.
 """
 
 from __future__ import annotations

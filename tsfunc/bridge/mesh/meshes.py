@@ -109,7 +109,7 @@ def registered_mesh(groups: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the groups, registered so that programs can name it.
 
     Raises:
-            MeshError: another mesh over other ranks has the same names and sizes.
+        MeshError: another mesh over other ranks has the same names and sizes.
     """
     for other in _registered.values():
         if other.has_groups(groups):
@@ -143,7 +143,7 @@ def mesh_named(text: str) -> Mesh:
     """Return the mesh of a text.
 
     Raises:
-            MeshError: this process has no such mesh; the message lists the registered ones.
+        MeshError: this process has no such mesh; the message lists the registered ones.
     """
     mesh = _registered.get(text)
     if mesh is None:

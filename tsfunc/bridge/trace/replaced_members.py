@@ -1,9 +1,10 @@
 """Members of torch's classes that a trace replaces, because a program can't repeat what they do.
 
 NOTE [weights of recurrent modules]
-A recurrent module keeps its parameters in a list too. Where ``functional_call`` has replaced
-parameters, the next forward pass makes the list anew, and it outlives the call. In a trace, the
-module's code gets a list of its parameters as they are, and the module's own list stays.
+A recurrent module also keeps its parameters in a list. If ``functional_call`` has replaced
+parameters, the next forward pass makes a new list of the replacements, and the module keeps this
+list after the call. In a trace, the module's code therefore gets a list of the parameters that the
+module has at that moment, and the module's own list stays as it is.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ A fake tensor keeps its device in Python, and C++ calls a handler for it. It doe
 result that autograd records, in ``Node::add_input_metadata``, which is declared to raise nothing:
 an exception of the handler ends the process. A handler can't hold an interrupt back, because it may
 be raised before the handler's first step. While torch traces or a backend compiles, signal handlers
-in Python are therefore replaced by functions that look at the stack. If C++ asks for metadata, the
+in Python are therefore replaced by functions that look at the stack. If C++ reads metadata, the
 signal is sent once more a millisecond later; otherwise the replaced handler runs. Interrupts do not
 wait for the end of a backend's compilation, as Inductor may take minutes.
 
@@ -96,8 +96,8 @@ _RULE: Final = find_torch_dispatch_rule.__code__
 # --- signal handlers: NOTE [metadata without interrupts]
 
 
-def _asks_for_metadata(frame: FrameType | None) -> bool:
-    """True if C++ asks for metadata below a frame, or below one of its callers."""
+def _reads_metadata(frame: FrameType | None) -> bool:
+    """True if C++ reads metadata below a frame, or below one of its callers."""
     while frame is not None:
         if frame.f_code is _CALLED and frame.f_locals["call"][1] in _METADATA:
             return True
@@ -109,7 +109,7 @@ def _asks_for_metadata(frame: FrameType | None) -> bool:
 
 def _handle(before: Callable[[int, FrameType | None], Any], number: int, frame: Any) -> None:
     """Run the handler ``before`` of a signal, now or later."""
-    if _asks_for_metadata(inspect.currentframe()):
+    if _reads_metadata(inspect.currentframe()):
         _thread.start_new_thread(_send_again, (number,))
     else:
         before(number, frame)

@@ -216,7 +216,7 @@ class TorchOperator(Operator):
         return self.call(args, kwargs, restore=True)
 
 
-# C++ asks tensors of subclasses for their sizes by operators of torch.jit: NOTE [sizes for C++].
+# C++ reads the sizes of tensors of subclasses by operators of torch.jit: NOTE [sizes for C++].
 _OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size", "aten::stride"})
 
 

@@ -97,8 +97,7 @@ def bound_mesh_axes() -> str:
 
 def default_device() -> torch.device:
     """Return the device on which factories make tensors."""
-    # torch's function costs as much as ten operators; without function modes the device is the
-    # CPU.
+    # torch's function costs as much as ten operators. Without function modes the device is the CPU.
     return torch.get_default_device() if _len_torch_function_stack() else _CPU
 
 

@@ -3,10 +3,11 @@
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``to_json`` and
-``from_json``). A new kind of guard is a class in this file, and a place in ``ARGUMENT_KINDS``;
-``guards_on_arguments`` makes it. Guards on other facts about the arguments are in
-``trace_guards.py``, and those on values that the function reads besides its arguments in
-``closure/closure_guards.py``; the base class of all is in ``closure/guard_codegen.py``.
+``from_json``). A new kind of guard is a class in this file, and its entries in ``ARGUMENT_KINDS``
+and, if files have it, in ``_KINDS_IN_FILES``; ``guards_on_arguments`` makes it. Guards on other
+facts about the arguments are in ``trace_guards.py``, and those on values that the function reads
+besides its arguments in ``closure/closure_guards.py``; the base class of all is in
+``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.

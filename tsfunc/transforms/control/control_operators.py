@@ -273,7 +273,7 @@ class Scan(ControlFlowOperator):
         aten, own = torch.ops.aten, torch.ops.higher_order
         if self.reverse:
             along = [writer.call(aten.flip.default, x, [0]) for x in along]
-        # NOTE [layouts of torch's loops]
+        # Contiguous: NOTE [layouts of torch's loops] in ``program/graphs/torch_operators``.
         along = [writer.call(aten.contiguous.default, x) for x in along]
 
         def step(inner: Writer, xs: list[torch.fx.Node]) -> list[torch.fx.Node]:
