@@ -133,6 +133,21 @@ Owned call_by_plan(
       return checked(THPVariable_Wrap(tensor));
     });
   };
+  // The same; null if torch refuses the call and the function's own method in Python may have a
+  // result: a copy where a batch has no view.
+  auto to_torch_or_method = [&](PyObject* plan) {
+    bool has_method = slot(plan, slots.innermost) == Py_True;
+    try {
+      return to_torch(plan);
+    } catch (const c10::Error&) {
+      if (!has_method) throw;
+    } catch (python_error& error) {
+      error.restore();  // an error that a kernel of torch passes on is only in Python's state
+      if (!has_method || !PyErr_ExceptionMatches(names.call_errors)) raise();
+      PyErr_Clear();
+    }
+    return Owned();
+  };
   if (records || slot(found, slots.step) == names.step_composite) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
     if (!can_record(found)) return Owned();
@@ -147,7 +162,7 @@ Owned call_by_plan(
         arg = lifted.back().get();
       }
     }
-    return to_torch(Owned::copy(found).get());
+    return to_torch_or_method(Owned::copy(found).get());
   }
   if (!may_write(found, level)) return Owned();
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
@@ -167,20 +182,9 @@ Owned call_by_plan(
   // torch calls the operator, whose plan the dispatch handler runs.
   bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   if (!below || are_lifted(plan.get(), tangents, visit)) return Owned();
-  bool has_method = slot(plan.get(), slots.innermost) == Py_True;
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
       {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-  try {
-    return to_torch(plan.get());
-  } catch (const c10::Error&) {
-    // The function's own method in Python may have a result: a copy where a batch has no view.
-    if (!has_method) throw;
-  } catch (python_error& error) {
-    error.restore();  // an error that a kernel of torch passes on is only in Python's state
-    if (!has_method || !PyErr_ExceptionMatches(names.call_errors)) raise();
-    PyErr_Clear();
-  }
-  return Owned();
+  return to_torch_or_method(plan.get());
 }
 
 // Give the Python error that is set the text of the call that torch has refused.
