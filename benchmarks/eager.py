@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -73,9 +74,8 @@ def adapted(transforms: ModuleType) -> Callable[..., Any]:
     return transforms.grad(total)
 
 
-def through_a_pullback(transforms: ModuleType) -> Callable[..., Any]:
+def through_a_pullback(params: Layers, transforms: ModuleType) -> Callable[..., Any]:
     """Per-example gradients of a function that calls a pullback made outside."""
-    params = layers(8, 8, 8)
     pull = transforms.vjp(lambda x: network(params, x), torch.ones(8))[1]
     gradients: Callable[..., Any] = transforms.vmap(
         transforms.grad(lambda x: (pull(x)[0] * x).sin().sum())
@@ -117,7 +117,8 @@ def cases() -> Iterator[Case]:
         ("NTK of a small MLP", kernel, (small, torch.randn(6, 8), torch.randn(6, 8))),
         ("gradient through a step for 5 tasks", adapted,
          (layers(8, 8, 8, 8), torch.randn(5, 8), torch.randn(5, 8))),
-        ("gradients through a captured pullback", through_a_pullback, (torch.randn(5, 8),)),
+        ("gradients through a captured pullback", partial(through_a_pullback, layers(8, 8, 8)),
+         (torch.randn(5, 8),)),
         ("per-example gradients of two transformer blocks", per_text,
          (transformer_params(), torch.randint(WORDS, (4, LENGTH)))),
     ):  # fmt: skip
