@@ -85,6 +85,41 @@ def test_flops_of_a_batch_are_counted() -> None:
     assert weight.grad is not None
 
 
+SEEN: dict[str, Callable[[Any], Any]] = {
+    **{name: make for name, make in TRANSFORMS.items() if name != "hessian"},
+    "vmap": lambda m: m.vmap(lambda x: (x @ W).tanh()),
+    "vmap(vmap(grad))": lambda m: m.vmap(m.vmap(m.grad(lambda x: (x @ W).tanh().sum()))),
+    "jacrev": lambda m: m.jacrev(lambda x: (x @ W).sin()),
+    "jacfwd": lambda m: m.jacfwd(lambda x: (x @ W).sin()),
+    "jvp(vmap)": lambda m: lambda x: m.jvp(m.vmap(lambda y: (y @ W).exp()), (x,), (x.cos(),)),
+}
+
+
+class Physical(TorchDispatchMode):
+    """Refuses tracers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        assert not types or set(types) <= {Tensor, torch.nn.Parameter}, (func, types)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_mode_sees_the_operators_that_reach_kernels(name: str) -> None:
+    """FlopCounterMode counts the whole batch, as around torch.func."""
+    x = torch.randn(3, 4, 4)[0 if name.startswith("jac") else slice(None)]
+    counts = []
+    for module in (torch.func, tsfunc):
+        transformed = SEEN[name](module)
+        for _ in range(3):  # plans and recipes are made at the first calls
+            physical = Physical()  # type: ignore[no-untyped-call]
+            with physical, FlopCounterMode(display=False) as counter:
+                transformed(x)
+            counts.append(counter.get_total_flops())
+    assert len(set(counts)) == 1 and counts[0], counts
+
+
 class InPython(TorchDispatchMode):
     """A mode that calls torch's functions in Python, below autograd, in place of some operators."""
 

@@ -22,6 +22,7 @@ The path of a call to its rule
     - ``schemas``: the schemas of operators, for the catalogue
     - ``registrations``: all that is registered with torch
     - ``mode_handlers``: torch's own modes
+    - ``modes_below``: the user's dispatch modes, below all levels
     - ``python_functions``: the path of torch's Python functions to the handlers
 Errors and questions of the user's code
     - ``boundaries``: where a transform begins, and the lines that errors name

@@ -30,6 +30,7 @@ from torch.overrides import resolve_name
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
+from tsfunc.bridge.tracers.modes_below import pop_modes, push_below_modes
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
@@ -37,6 +38,7 @@ from tsfunc.bridge.tracers.torch_state import (
     any_autocast,
     autocast_of_the_call,
     below_autograd,
+    in_dispatch_modes,
     is_autocasting,
     tangents_enabled,
     with_views,
@@ -52,6 +54,7 @@ from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import fold_traceback
 
 T = TypeVar("T", bound="Tracer")
+Entered = TypeVar("Entered", bound="TracerLevel")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 # Numbers levels and saved-tensor hooks in the order they are made.
@@ -112,9 +115,13 @@ class TracerLevel(Level):
         serial: a number that increases with each new level.
         functorch_depth: the number of torch.func transforms outside of it.
         torch_state: the captured part of torch's thread-local state.
+        above_modes: True if it put the user's modes below itself: NOTE [modes below levels].
     """
 
-    __slots__ = ("autograd", "forward", "functorch_depth", "outside_roots", "serial", "torch_state")
+    __slots__ = (
+        "above_modes", "autograd", "forward", "functorch_depth", "outside_roots", "serial",
+        "torch_state",
+    )  # fmt: skip
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
@@ -128,6 +135,17 @@ class TracerLevel(Level):
             # ``jvp``: a jvp inside the level must push only its own tangents.
             self._restores += (without_tangents,)
         self.functorch_depth = _functorch.maybe_current_level() or 0
+        self.above_modes = False
+
+    def __enter__(self: Entered) -> Entered:
+        super().__enter__()
+        self.above_modes = in_dispatch_modes() and push_below_modes()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.above_modes:
+            pop_modes()
+        super().__exit__(*exc)
 
     @property
     def root(self) -> TracerLevel:
