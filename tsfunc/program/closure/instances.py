@@ -170,6 +170,13 @@ class Instances:
         """Pause the watching: reads in the block are not reads of the traced function."""
         return overriding(self, _paused=True)
 
+    def effects(self) -> list[SideEffect]:
+        """Return the assignments of the traced function so far."""
+        with self.paused():
+            assigned = [each for each in self._instances.values() if each.lines]
+            changes = [change for each in assigned for change in each.changes()]
+            return [*changes, *changed_containers(self.builder), *self.others()]
+
     def restore(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""
         with self.paused():

@@ -107,6 +107,26 @@ def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
         )
 
 
+def new_effects(before: Sequence[SideEffect], after: Sequence[SideEffect]) -> list[SideEffect]:
+    """Return the side effects that were not there before, or have other values now."""
+    known = {(id(each.owner), each.target): each for each in before}
+
+    def is_new(effect: SideEffect) -> bool:
+        earlier = known.get((id(effect.owner), effect.target))
+        return earlier is None or [*map(id, _parts(earlier))] != [*map(id, _parts(effect))]
+
+    return [effect for effect in after if is_new(effect)]
+
+
+def _parts(effect: SideEffect) -> Sequence[Any]:
+    """Return the value of a side effect, or the elements of the container that it fills."""
+    if not effect.fills:
+        return [effect.after]
+    if isinstance(effect.after, dict):
+        return [*effect.after.keys(), *effect.after.values()]
+    return [*effect.after]
+
+
 def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
     """Return the updates that repeat the changes.
 

@@ -21,6 +21,8 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
+from tsfunc.errors import TypeCheckError
+from tsfunc.program.closure.side_effects import SideEffect, new_effects
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.control_recording import as_traced, filled
@@ -191,7 +193,9 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         inputs[:] = [xs]
         return primal(*callee.filled((*xs, *sizes)))
 
+    before = trace.effects()
     body = TracedBody(trace, run, tensors)
+    _refuse_effects(callee.name, trace, new_effects(before, trace.effects()))
     dirty = _dirty(body.leaves, inputs[0])
     written = list(dirty.values())
     for i in written:
@@ -211,6 +215,18 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     for position, i in dirty.items():
         outputs[position] = given[i].copy_(outputs[position])
     return filled(body, outputs)
+
+
+def _refuse_effects(name: str, trace: TraceLevel, effects: Sequence[SideEffect]) -> None:
+    """Raise an error if a function changes objects from outside: each run of it would do so."""
+    if effects:
+        lines = [f" at {each.line}" if each.line else "" for each in effects]
+        texts = [f"{each.text}{line}" for each, line in zip(effects, lines, strict=True)]
+        raise TypeCheckError(
+            f"{trace.name}: {name} changes {', '.join(texts)}. A program runs {name}, which has "
+            f"its own derivative, as one operator, with the objects of its trace. Return the new "
+            f"value from {name}, and assign it outside of {name}."
+        )
 
 
 def _arranged(x: Any) -> Any:
