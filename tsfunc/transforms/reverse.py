@@ -58,7 +58,9 @@ _Result = TypeVar("_Result")
 class RecordedRun:
     """A function run once with its autograd graph: inputs, outputs and the pullback."""
 
-    __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
+    __slots__ = (
+        "differentiable", "in_jvp", "inputs", "level", "outer_grad", "outer_inputs", "outputs",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class RecordedRun:
         self.level = level
         self.outer_grad = outer_grad
         self.outer_inputs = outer_inputs
+        self.in_jvp = may_carry_outer_tangents(level)
         self.differentiable = outer_grad and self.depends_on_others()
 
     def ended(self) -> None:
@@ -133,9 +136,9 @@ class RecordedRun:
             )
         )
         # Tensors of a level lose their graph with the level, those of a pass with the pass, and
-        # those of a jvp at its end.
+        # those of a jvp that the run is a part of at its end.
         escapes = outlives and level is None
-        escapes = escapes and not in_backward_pass() and not may_carry_outer_tangents(None)
+        escapes = escapes and not in_backward_pass() and not self.in_jvp
         if create and not others and escapes and self._is_plain(lifted):
             pulled = pull_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
             return self._with_zeros(pulled)
