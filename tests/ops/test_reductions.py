@@ -220,3 +220,25 @@ def test_histograms_of_the_same_points_by_weights_of_each_example(density: bool)
     want = torch.stack([count(points, weight) for weight in weights])
     torch.testing.assert_close(tsfunc.vmap(count, (None, 0), strict=True)(points, weights), want)
     assert tsfunc.vmap(count, (None, 0))(points, weights[:0]).shape == (0, 2, 3)
+
+
+SELECTIONS: dict[str, Any] = {
+    "kthvalue": lambda x: torch.kthvalue(x, 1),
+    "kthvalue, keepdim": lambda x: torch.kthvalue(x, 1, -1, True),
+    "mode": torch.mode,
+    "cummax": lambda x: torch.cummax(x, 0),
+    "cummin": lambda x: torch.cummin(x, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float32, torch.int32])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_the_selected_element_of_a_scalar_of_any_dtype(name: str, dtype: torch.dtype) -> None:
+    """torch has no kernel for complex numbers, and calls none for a scalar."""
+    f = SELECTIONS[name]
+    x = torch.tensor([3, 0, 1, 2]).to(dtype)
+    for batch, mapped in ((x, tsfunc.vmap(f)), (x.view(2, 2), tsfunc.vmap(tsfunc.vmap(f)))):
+        values, indices = mapped(batch)
+        expected = [f(each) for each in x]
+        assert values.flatten().equal(torch.stack([each[0] for each in expected]))
+        assert indices.flatten().equal(torch.stack([each[1] for each in expected]))

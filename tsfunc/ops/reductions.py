@@ -299,8 +299,28 @@ rows(_keyword_keepdim, "aten::hash_tensor", "aten::count_nonzero.dim_IntList")
 rows(reduction(1, 3), "aten::var.dim", "aten::std.dim", "aten::var_mean.dim", "aten::std_mean.dim")
 rows(reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
 rows(reduction(2, 3), "aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype")
-rows(reduction(1, 2, -1), "aten::mode")
-rows(reduction(2, 3, -1), "aten::kthvalue")
+
+
+def _selecting(rule: Rule) -> Rule:
+    """Return the rule of an operator whose values are elements of its argument.
+
+    torch's kernels are for some dtypes, but a scalar of any dtype is its own selection.
+    """
+
+    def selecting(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+        x = args[0]
+        if x.dim() > 1:
+            return rule(op, level, bdims, args, kwargs)
+        ones = torch.ones(x.shape, device=x.device)
+        (_, indices), _ = rule(op, level, bdims, [ones, *args[1:]], kwargs)
+        return (x.clone(), indices), 0
+
+    return selecting
+
+
+rows(shifted(Shift.SAME, Shift.DIMS)(_selecting(reduction(1, 2, -1))), "aten::mode")
+rows(shifted(Shift.SAME, Shift.SAME, Shift.DIMS)(_selecting(reduction(2, 3, -1))), "aten::kthvalue")
+rows(shifted(Shift.SAME, Shift.DIM)(_selecting(along_dim())), "aten::cummax", "aten::cummin")
 rows(arg_extreme, "aten::argmax", "aten::argmin")
 rows(over_all_dims(_sum), "aten::sum")
 rows(over_all_dims(torch.mean), "aten::mean")
@@ -312,8 +332,6 @@ rows(
     _along,
     "aten::cumsum",
     "aten::cumprod",
-    "aten::cummax",
-    "aten::cummin",
     "aten::logcumsumexp",
     "aten::_logcumsumexp",
     "aten::_softmax",
