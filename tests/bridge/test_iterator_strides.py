@@ -32,6 +32,13 @@ FUNCTIONS: dict[int, dict[str, Callable[..., Tensor]]] = {
         "masked": lambda x: x.masked_fill(x > 0, 1.0),
         "where and a number": lambda x: torch.where(x > 0, x, 1.0),
         "xlogy": lambda x: torch.xlogy(x, 2.0),
+        "mvlgamma": lambda x: torch.mvlgamma(x.abs() + 1, 2),
+        "multigammaln": lambda x: torch.special.multigammaln(x.abs() + 1, 2),
+        "poisson": lambda x: torch.poisson(x.abs()),
+        "standard_gamma": lambda x: torch._standard_gamma(x.exp()),
+        "normal of a deviation": lambda x: torch.normal(1.0, x.abs()),
+        "rrelu": lambda x: torch.nn.functional.rrelu(x, training=True),
+        "rrelu in evaluation": torch.nn.functional.rrelu,
     },
     2: {
         "add": torch.add,
@@ -69,6 +76,7 @@ REORDERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "copysign": torch.copysign,
     "floor_divide": torch.floor_divide,
     "rsub": torch.rsub,
+    "normal": lambda x, y: torch.normal(x, y.abs()),
 }
 
 

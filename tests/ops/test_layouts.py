@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "roll": lambda x: x.roll(1, 2),
     "roll two dims": lambda x: x.roll((1, 2), (1, -1)),
     "group_norm": lambda x: nnf.group_norm(x, 2),
+    "rrelu": nnf.rrelu,
     "pixel_shuffle": lambda x: nnf.pixel_shuffle(x, 2) if x.dim() == 4 else x,
     "pixel_unshuffle": lambda x: nnf.pixel_unshuffle(x[..., :4], 2) if x.dim() == 4 else x,
     "unsqueeze": lambda x: x[0].unsqueeze(0),

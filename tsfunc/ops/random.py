@@ -366,7 +366,8 @@ def rrelu_with_noise(
     inplace = "noise_" in op.name()
     bdim = bdims[0]
     if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace), bdim
+        out = torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace)
+        return (out if inplace else out.contiguous()), bdim
     check_randomness(op, level, kwargs)
     if level.randomness == "same" and bdim is None and bdims[1] is None:
         return op(*args, **kwargs), None
@@ -374,7 +375,7 @@ def rrelu_with_noise(
         refuse_inplace(op)
     slopes = torch.where(x <= 0, _slopes(level, x, bdim, lower, upper), 1.0)
     noise.copy_(slopes.movedim(bdim, bdims[1]))
-    return (x.mul_(slopes) if inplace else x * slopes), bdim
+    return (x.mul_(slopes) if inplace else (x * slopes).contiguous()), bdim
 
 
 def _slopes(level: RuleLevel, x: Tensor, bdim: int, lower: float, upper: float) -> Tensor:
@@ -413,13 +414,14 @@ def rrelu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     if lower > upper:
         return raise_as_one_example(op, bdims, args, kwargs)
     if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), bdim
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2).contiguous(), bdim
     check_randomness(op, level, kwargs)
     if bdim is None:
         if level.randomness == "same":
             return op(*args, **kwargs), None
         x, bdim = expand_to_front(x, None, level.batch_size), 0
-    return torch.where(x <= 0, x * _slopes(level, x, bdim, lower, upper), x), bdim
+    out = torch.where(x <= 0, x * _slopes(level, x, bdim, lower, upper), x)
+    return out.contiguous(), bdim  # as the kernel's result is
 
 
 rows(dropout_rule(False, False), "aten::dropout")

@@ -79,7 +79,10 @@ _RULES = frozenset({clamp, pointwise, where})
 _CONTIGUOUS = frozenset({
     "aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar",
     "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
-    "aten::_standard_gamma_grad", "aten::_dirichlet_grad",
+    "aten::_standard_gamma_grad", "aten::_dirichlet_grad", "aten::mvlgamma",
+    "aten::special_multigammaln", "aten::normal.Tensor_Tensor", "aten::normal.float_Tensor",
+    "aten::poisson", "aten::_standard_gamma", "aten::rrelu", "aten::rrelu_with_noise",
+    "aten::rrelu_with_noise_functional",
 })  # fmt: skip
 # Operators whose kernel writes into a tensor like the first operand.
 _LIKE_FIRST = frozenset({"aten::binary_cross_entropy"})
