@@ -24,6 +24,7 @@ from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.replay import keeps_draws, replayed
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.ops.dims import dense_strides
@@ -33,15 +34,39 @@ def call_control_flow(
     op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
     results: Sequence[TracedResult],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Call an operator at the trace, and at each inner level that its inputs belong to."""
-    return _Call(op, trace, tuple(numbers)).at(inputs, results)
+    """Call an operator at the trace, and at each inner level that its inputs belong to.
+
+    A call that a checkpoint runs again draws the random numbers of its first run.
+    """
+    call = _Call(op, trace, tuple(numbers))
+    if op.random and keeps_draws(trace):
+        first: list[Any] = []
+
+        def states() -> Any:
+            first.append(call.states(results))
+            return first[0]
+
+        devices, drawn = replayed(states, lambda states: True, trace)
+        if not first:
+            replays = op.replayed(len(inputs), devices)
+            call = _Call(replays, trace, tuple(numbers), saved=len(inputs))
+            inputs = [*inputs, *drawn]
+    return call.at(inputs, results)
 
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of an operator at a trace.
+
+    Attributes:
+        saved: the number of inputs that autograd saves as tensors, None for all: a checkpoint
+            expects that a rerun saves the tensors of the first run.
+    """
+
     op: ControlFlow
     trace: TraceLevel
     numbers: tuple[Any, ...]
+    saved: int | None = None
 
     def states(
         self, results: Sequence[TracedResult]
@@ -126,8 +151,9 @@ class _Recorded(Function):
         ctx: Any, call: _Call, results: Sequence[TracedResult], grad_mode: bool, *inputs: Any
     ) -> Any:
         ctx.call, ctx.results = call, results
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(*inputs[: call.saved])
+        ctx.save_for_forward(*inputs[: call.saved])
+        ctx.kept = () if call.saved is None else inputs[call.saved :]
         ctx.set_materialize_grads(False)
         # The values inside belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
@@ -149,7 +175,7 @@ class _Recorded(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        inputs, results = ctx.saved_tensors, ctx.results
+        inputs, results = (*ctx.saved_tensors, *ctx.kept), ctx.results
         wrt = [
             i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and is_differentiable(x)
         ]
@@ -175,7 +201,7 @@ class _Recorded(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs, results = ctx.saved_tensors, ctx.results
+        inputs, results = (*ctx.saved_tensors, *ctx.kept), ctx.results
         wrt = [i for i, t in enumerate(tangents[3:]) if t is not None]
         given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))

@@ -2,11 +2,11 @@
 
 NOTE [recomputation]
 A checkpoint saves its function's inputs. A backward pass runs the function again to recompute the
-tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the
-vmap has ended, and maybe on another thread; but the inputs are values of the vmap, and random
-functions must draw the same numbers. The function therefore runs again under the dispatch state of
-the checkpoint, and levels that have ended are active again during that run. A ``no_grad`` in the
-function is the function's own, although the engine too turns grad mode off for a backward pass.
+tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the vmap has ended, and
+maybe on another thread; but the inputs are values of the vmap, and random functions must draw the
+same numbers. The function therefore runs again under the dispatch state of the checkpoint, and
+levels that have ended are active again during that run. A ``no_grad`` in the function is the
+function's own, although the engine too turns grad mode off for a backward pass.
 
 The reentrant form is one node of the graph, whose backward runs another backward pass. torch makes
 it refuse passes with given inputs, which transforms use. Tracers of a level without autograd would
@@ -32,12 +32,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.grad.duals import Duals
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform, watching_random
-from tsfunc.bridge.tracers.replay import recording_objects, replaying
+from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 from tsfunc.dispatch.state import overriding, tls, using
@@ -54,13 +55,18 @@ _OPTIONS = list(inspect.signature(_torch_generators).parameters).index("args") -
 
 @functools.wraps(_torch_generators)
 def _current(fn: Callable[..., Any], args: Args, kwargs: Kwargs, **options: Any) -> _Steps:
-    return _generator(fn, args, lambda again: _torch_generators(again, args, kwargs, **options))
+    preserves = options.get("preserve_rng_state", True)
+    return _generator(
+        fn, args, preserves, lambda again: _torch_generators(again, args, kwargs, **options)
+    )
 
 
 @functools.wraps(_torch_generators)
 def _former(fn: Callable[..., Any], *options_and_args: Any, **kwargs: Any) -> _Steps:
-    args = options_and_args[_OPTIONS:]
-    return _generator(fn, args, lambda again: _torch_generators(again, *options_and_args, **kwargs))
+    preserves, args = options_and_args[0], options_and_args[_OPTIONS:]
+    return _generator(
+        fn, args, preserves, lambda again: _torch_generators(again, *options_and_args, **kwargs)
+    )
 
 
 # Checkpoints rerun functions at the levels where they were made.
@@ -70,11 +76,15 @@ on_first_transform(
 
 
 def _generator(
-    fn: Callable[..., Any], args: Sequence[Any], make: Callable[[Callable[..., Any]], _Steps]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    preserves_draws: bool,
+    make: Callable[[Callable[..., Any]], _Steps],
 ) -> _Steps:
     """Return the steps of a checkpoint whose function runs again at the levels of this call.
 
     Args:
+        preserves_draws: True if the function draws the same random numbers again.
         make: makes torch's generator for the function that runs again.
     """
     state = tls.state
@@ -85,7 +95,7 @@ def _generator(
     derivatives = max(outermost.recording, int(differentiates_here()))
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
-    made: list[Any] = []
+    made = RunRecord(current_trace() if preserves_draws else None)
     drawn = DrawCountSnapshot()
 
     @restoring_thread_state
@@ -105,7 +115,7 @@ def _generator(
 
 
 def _rerunnable_steps(
-    generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]
+    generator: _Steps, duals: Duals, args: Sequence[Any], made: RunRecord
 ) -> _Steps:
     """Return the steps of the generator; the function's first run is at the ``yield``."""
     next(generator)

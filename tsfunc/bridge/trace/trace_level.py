@@ -30,6 +30,7 @@ from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, fixed_metad
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace import draws
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
@@ -582,6 +583,10 @@ def trace_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
             args[0].value = torch.ops.aten.alias.default(args[0].value)
     if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         level = level.bodies[-1]  # the body's code is running, and calls a factory
+    return draws.once(op, args, kwargs, level, _run_and_record)
+
+
+def _run_and_record(op: TorchOperator, args: Args, kwargs: Kwargs, level: TraceLevel) -> Any:
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
     return record_call(op, args, kwargs, results, level)
 
