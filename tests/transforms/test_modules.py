@@ -11,6 +11,8 @@ import torch
 import torch.func
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import tsfunc
 from tests.transforms.support import same
@@ -304,3 +306,110 @@ def test_stack_module_state_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) 
     params, buffers = torch.func.stack_module_state(models)
     assert not buffers
     torch.testing.assert_close(params["weight"], torch.stack([m.weight for m in models]))
+
+
+class Checkpointed(nn.Module):
+    """A module whose layers run again in the backward pass."""
+
+    def __init__(self, kept: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4).eval()
+        self.kept = kept
+
+    def layers(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x).sin())).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept(self.layers, x).square().sum()
+
+
+KEPT: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "tsfunc": lambda f, x: tsfunc.checkpoint(f)(x),
+    "torch": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "nested": lambda f, x: tsfunc.checkpoint(lambda x: checkpoint(f, x, use_reentrant=False))(x),
+}
+GRADIENTS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": tsfunc.grad,
+    "vmap": lambda f: tsfunc.vmap(tsfunc.grad(f), (None, 0)),
+    "models": lambda f: tsfunc.vmap(tsfunc.grad(f), (0, None)),
+    "program": lambda f: tsfunc.specialize(tsfunc.vmap(tsfunc.grad(f), (None, 0))),
+    "second": lambda f: tsfunc.grad(
+        lambda params, x: sum(g.square().sum() for g in tsfunc.grad(f)(params, x).values())
+    ),
+    "backward": lambda f: (
+        lambda params, x: torch.autograd.grad(
+            f(params, x), list(params.values()), materialize_grads=True
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "call", [tsfunc.functional_call, torch.func.functional_call], ids=["ours", "torch"]
+)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_checkpoint_runs_again_with_the_tensors_of_the_call(
+    kept: str, gradient: str, call: Any
+) -> None:
+    if kept == "reentrant" and gradient == "backward":
+        pytest.skip("torch.autograd.grad refuses the reentrant form")
+    torch.manual_seed(0)
+    module, plain = (Checkpointed(keep).double() for keep in (KEPT[kept], lambda f, x: f(x)))
+    shape = (3,) if gradient == "models" else ()
+    params = {
+        name: torch.randn(*shape, *p.shape, dtype=p.dtype, requires_grad=gradient == "backward")
+        for name, p in module.named_parameters()
+    }
+    buffers = {"norm.running_mean": torch.randn(4, dtype=torch.float64)}
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    x = x[0] if gradient in ("grad", "second", "backward") else x
+    x = x[0] if gradient == "models" else x
+    found, expected = (
+        GRADIENTS[gradient](lambda params, x, m=m: call(m, (params, buffers), (x,)))(params, x)
+        for m in (module, plain)
+    )
+    torch.testing.assert_close(found, expected)
+    assert all(p.is_leaf for p in module.parameters())
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+def parametrized() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_program_in_cached_parametrizations_computes_the_weights(filled: bool) -> None:
+    layer, x = parametrized(), torch.randn(2, 3)
+    program = tsfunc.specialize(lambda x: layer(x))
+    with parametrize.cached():
+        if filled:
+            layer(x)
+        same(program(x), layer(x))
+        same(layer(2 * x), program(2 * x))
+    with torch.no_grad():
+        next(layer.parametrizations.parameters()).add_(1.0)  # type: ignore[union-attr]
+    same(program(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "call", [tsfunc.functional_call, torch.func.functional_call], ids=["ours", "torch"]
+)
+def test_cached_parametrizations_are_those_of_the_call(call: Any) -> None:
+    layer, x = parametrized(), torch.randn(4, 3)
+    (name,) = (name for name, _ in layer.named_parameters() if name != "bias")
+    weights = torch.randn(4, 3, 3)
+    run = vmap(lambda weight, x: call(layer, {name: weight}, (x,)))
+    expected = run(weights, x)
+    with parametrize.cached():
+        before = layer(x)
+        same(run(weights, x), expected)
+        same(layer(x), before)

@@ -14,6 +14,7 @@ from tsfunc.bridge.mesh.sharded_modules import gathered
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
+from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.user_code import folding
 
 __all__ = ["functional_call", "stack_module_state"]
@@ -126,6 +127,7 @@ def functional_call(
             f"functional_call: expected a module, got an object of type {type(module).__name__}. "
             f"A function takes its tensors as arguments."
         )
+    prepare()
     with (
         preserve_flat_weights(module),
         gathered(module, parameter_and_buffer_dicts, tie_weights) as state,

@@ -2,7 +2,8 @@
 
 NOTE [recomputation]
 A checkpoint saves its function's inputs. A backward pass runs the function again to recompute the
-tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the vmap has ended, and
+tensors that autograd would have saved. A module whose tensors ``functional_call`` replaced has them
+again during that run. Under ``grad(vmap(f))`` the backward pass comes after the vmap has ended, and
 maybe on another thread; but the inputs are values of the vmap, and random functions must draw the
 same numbers. The function therefore runs again under the dispatch state of the checkpoint, and
 levels that have ended are active again during that run. A ``no_grad`` in the function is the
@@ -38,6 +39,7 @@ from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform, watching_random
+from tsfunc.bridge.tracers.replaced_state import replaced_states, with_states
 from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
@@ -97,6 +99,7 @@ def _generator(
     duals = Duals(state)
     made = RunRecord(current_trace() if preserves_draws else None)
     drawn = DrawCountSnapshot()
+    states = replaced_states()
 
     @restoring_thread_state
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -107,6 +110,7 @@ def _generator(
             _inside_derivatives(derivatives),
             replaying(made),
             drawn.replaying(),
+            with_states(states),
             duals.rerun(args) as given,
         ):
             return fn(*given, **kwargs)

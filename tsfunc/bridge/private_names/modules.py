@@ -74,6 +74,52 @@ def _functional_handler() -> None:
 
 
 @entry(
+    "Replaced tensors of modules",
+    "torch.nn.utils.stateless._reparametrize_module",
+    use="A checkpoint in functional_call(module, ...) runs again with the tensors of the call, "
+    "which has ended.",
+    stand_in="A refusal of checkpoints in functional_call.",
+    risk=Risk.MEDIUM,
+)
+def _replaced_tensors() -> None:
+    from torch.nn.utils import stateless
+
+    layer = torch.nn.Linear(2, 1)
+    made: list[Any] = []
+    theirs: Any = stateless._reparametrize_module
+
+    def replace(*args: Any, **options: Any) -> Any:
+        made.append(args[:2])
+        return theirs(*args, **options)
+
+    state = {"bias": torch.ones(1)}
+    stateless._reparametrize_module = replace
+    try:
+        torch.func.functional_call(layer, state, (torch.ones(2),))
+    finally:
+        stateless._reparametrize_module = theirs
+    expect(made[0][0] is layer and set(made[0][1]) == {"bias"}, "a context for each call")
+
+
+@entry(
+    "Cached weights of parametrized modules",
+    "torch.nn.utils.parametrize._cache",
+    use="A trace and functional_call compute the weights of parametrized modules from the tensors "
+    "that they have, also inside of parametrize.cached().",
+    stand_in="A refusal of parametrize.cached() around traces and functional_call.",
+    risk=Risk.LOW,
+)
+def _cached_weights() -> None:
+    from torch.nn.utils import parametrize
+
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 1))
+    with parametrize.cached():
+        layer(torch.ones(2))
+        expect(len(parametrize._cache) == 1, "a weight in the cache")
+    expect(not parametrize._cache, "an empty cache")
+
+
+@entry(
     "Weights of recurrent modules",
     "RNNBase._flat_weights RNNBase._flat_weights_names torch.nn.RNNBase._update_flat_weights",
     use="A trace of functional_call(module, ...) gives a recurrent module a list of its "

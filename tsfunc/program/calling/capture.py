@@ -34,6 +34,7 @@ from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
+from tsfunc.bridge.tracers.own_state import own_parametrizations
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import (
     SharedChange,
@@ -356,7 +357,9 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level), self.instances, no_seeding(request.label):
+            lifting = Lifting(self.level)
+            seeding = no_seeding(request.label)
+            with mode, lifting, self.instances, seeding, own_parametrizations():
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
