@@ -41,6 +41,7 @@ Code that runs again
     - ``backward``: ``backward()`` inside a transform
     - ``reentry``: levels that have ended
     - ``replay``: objects that a checkpoint's function made
+    - ``replaced_state``: the tensors that a functional call gives to a module
 Tensors that a function reaches
     - ``reachable``: those that lie in objects
     - ``own_state``, ``optimizer_state``: those of modules and of optimizers
