@@ -488,10 +488,8 @@ def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fres
             at = _item(node, i, level) if isinstance(results, list | tuple) else node
             level.symbols.register(symbol, at, at.name, values[i])
         else:
-            at = items[i].node
-            level.symbols.register(
-                symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]"
-            )
+            at, size = items[i].node, size_node(level.graph, items[i].node, dim)
+            level.symbols.register(symbol, size, f"{at.name}.shape[{dim}]")
 
 
 def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -587,8 +585,8 @@ def trace_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_and_record(op: TorchOperator, args: Args, kwargs: Kwargs, level: TraceLevel) -> Any:
-    results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
-    return record_call(op, args, kwargs, results, level)
+    out = op.run_key(DispatchKey.Specialize, level, args, kwargs)
+    return record_call(op, args, kwargs, out, level)
 
 
 def node_of_output(value: Any, level: TraceLevel) -> Any:

@@ -357,9 +357,8 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            lifting = Lifting(self.level)
-            seeding = no_seeding(request.label)
-            with mode, lifting, self.instances, seeding, own_parametrizations():
+            seeding, weights = no_seeding(request.label), own_parametrizations()
+            with mode, Lifting(self.level), self.instances, seeding, weights:
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
