@@ -33,6 +33,9 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
     "torch.as_strided": torch.as_strided,
     "as_strided_": lambda x, *view: x.view_as(x).as_strided_(*view),
     "as_strided_copy": torch.as_strided_copy,
+    "as_strided_copy into a tensor": lambda x, *view: torch.as_strided_copy(
+        x, *view, out=x.new_empty(view[0])
+    ),
     "as_strided_scatter": lambda x, *view: x.as_strided_scatter(
         torch.arange(float(torch.Size(view[0]).numel())).reshape(view[0]).to(x.dtype), *view
     ),

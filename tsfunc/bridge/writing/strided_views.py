@@ -57,12 +57,14 @@ def _check(
     stride: Sequence[Any],
     storage_offset: Any = None,
     *,
+    out: Any = None,
     writes: bool = False,
 ) -> None:
     """Raise if a view of a tracer has another meaning than a view of one example.
 
     Args:
-        input, size, stride, storage_offset: the arguments of ``as_strided``.
+        input, size, stride, storage_offset, out: the arguments of ``as_strided``, and of its copy,
+            whose layout does not matter.
         writes: True if a copy of the memory is written, which all examples share.
 
     Raises:
