@@ -237,14 +237,14 @@ class CachedProgram:
 
     Attributes:
         tree: the structure of the arguments.
-        accepts: the guard: a function of the flattened arguments that returns the values the
-            program runs on after these, or None if it may not serve the call.
-        closure_guard: the same without the guards on the arguments, except on watched objects.
+        guard_of_leaves: the guard: a function of the flattened arguments that returns the values
+            the program runs on after these, or None if it may not serve the call.
+        guard_of_reads: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         key: the part of the call that does not depend on sizes.
         call_spec: the assumptions about the arguments.
-        given: the same as ``accepts`` for arguments that are not flattened; returns all values
-            that the program runs on, or None.
+        guard_of_call: the same guard for arguments that are not flattened; returns all values that
+            the program runs on, or None.
         refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
             narrower one, whose programs serve it.
         seconds: the time that it took to make it.
@@ -253,12 +253,12 @@ class CachedProgram:
 
     program: Program
     tree: optree.PyTreeSpec
-    accepts: GuardFunction
-    closure_guard: GuardFunction
+    guard_of_leaves: GuardFunction
+    guard_of_reads: GuardFunction
     reason: str
     key: Any
     call_spec: CallSpec
-    given: Enter | None = None
+    guard_of_call: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
     hits: int = field(default=0, init=False)
@@ -267,7 +267,7 @@ class CachedProgram:
     build: Build = field(init=False)
 
     def __post_init__(self) -> None:
-        self.enter = self.given or self._flattened
+        self.enter = self.guard_of_call or self._flattened
         if self.refuses is not None:
             self.enter = functools.partial(_enter_unless_refused, self.enter, self.refuses)
         self.run, self.build = self.program.run, unflatten_function(self.program.out_tree)
@@ -326,7 +326,7 @@ class CachedProgram:
         orders = self.call_spec.key_orders
         if orders and key_orders(tree, self.call_spec.keyword_order) != orders:
             return None
-        closure_values = self.accepts(flat)
+        closure_values = self.guard_of_leaves(flat)
         return None if closure_values is None else [*flat, *closure_values]
 
 
@@ -419,7 +419,7 @@ class Cache:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             if entry.key in keys and not entry.call_spec.failing_guards(flat, sizes):
-                closure_values = entry.closure_guard(flat)
+                closure_values = entry.guard_of_reads(flat)
                 if closure_values is not None:
                     return entry, closure_values
         return None
