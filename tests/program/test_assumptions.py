@@ -28,7 +28,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Assumptions]:
         seen.append(request.assumptions)
         return capture(request, instances)
 
-    monkeypatch.setattr("tsfunc.program.calling.calls.capture", counted)
+    monkeypatch.setattr("tsfunc.program.calling.cache_miss.capture", counted)
     return seen
 
 

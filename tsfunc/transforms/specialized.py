@@ -43,7 +43,7 @@ from tsfunc.errors import (
 )
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining, Target
-from tsfunc.program.calling.calls import CacheMiss
+from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.calling.user_assertions import raise_user_assertion
 from tsfunc.program.closure.guard_builder import Closure

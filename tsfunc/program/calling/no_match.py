@@ -8,7 +8,7 @@ from typing import Any
 import optree
 
 from tsfunc.program.calling.cache import CachedProgram
-from tsfunc.program.calling.calls import CacheMiss
+from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.calling.retrace_reasons import differing, reason_for
 from tsfunc.program.guarding.call_spec import (
     CallSpec,

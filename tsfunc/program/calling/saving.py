@@ -20,7 +20,7 @@ import torch
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
-from tsfunc.program.calling.calls import CacheMiss
+from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.files.program_state import is_current
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.saved_functions import SavedFunction, SavedProgram, refuse_attributes
