@@ -156,8 +156,8 @@ class ControlFlow:
         """Return the operator without unused operands and results; None if it can't be reduced."""
         return None
 
-    def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        """Return the operator from cotangents of results ``of`` to those of operands ``wrt``.
+    def pullback(self, count: int, wrt: Sequence[int], results: Sequence[int]) -> ControlFlow:
+        """Return the operator from cotangents of ``results`` to those of operands ``wrt``.
 
         Its operands are the ``count`` tensor operands of this operator, the cotangents, and the
         numbers of this operator.

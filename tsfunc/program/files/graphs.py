@@ -39,15 +39,15 @@ from tsfunc.program.files.operator_calls import (
     NOTHING,
     NUMBER,
     TENSOR,
-    Kind,
     NodeTypes,
+    ValueType,
     encode_display_meta,
     encode_type,
     function_named,
-    kind_of_item,
-    kind_of_results,
     misfit,
     operator_named,
+    type_of_item,
+    type_of_results,
 )
 from tsfunc.program.files.tensors import TensorReader
 from tsfunc.program.graphs.codegen import line_of
@@ -70,7 +70,7 @@ class ControlKind:
     Attributes:
         cls: the class of its operators.
         fields: the JSON besides ``kind`` and ``name``.
-        decode: makes an operator from its JSON, its name, the reader of its graph, the kinds of its
+        decode: makes an operator from its JSON, its name, the reader of its graph, the types of its
             operands, and its fields; reports inconsistent JSON with ``Field.fail``.
     """
 
@@ -118,27 +118,29 @@ def _encode_attribute(value: Any, writer: GraphWriter) -> Any:
     return str(value) if isinstance(value, torch.device) else value
 
 
-def decode_control(field: Field, reader: GraphReader, kinds: Sequence[Any]) -> ControlFlow:
-    """Return the operator that ``encode_control`` wrote, for operands of these kinds."""
+def decode_control(field: Field, reader: GraphReader, types: Sequence[Any]) -> ControlFlow:
+    """Return the operator that ``encode_control`` wrote, for operands of these types."""
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
     _, _, *fields = field.record("kind", "name", *kind.fields)
-    return kind.decode(field, name, reader, kinds, *fields)
+    return kind.decode(field, name, reader, types, *fields)
 
 
-def decode_bodies(field: Field, reader: GraphReader, kinds: Sequence[Any]) -> list[Body]:
-    """Return the bodies of an operator, for operands of these kinds."""
+def decode_bodies(field: Field, reader: GraphReader, types: Sequence[Any]) -> list[Body]:
+    """Return the bodies of an operator, for operands of these types."""
     bodies = []
     for each in field.items():
         name, inner, inputs_field = each.record("name", "graph", "inputs")
-        inputs = tuple(at.integer(0, len(kinds) - 1) for at in inputs_field.items())
+        inputs = tuple(at.integer(0, len(types) - 1) for at in inputs_field.items())
         read = reader.of_body().read(inner)
         own = [node for node in read.nodes if node.op == "placeholder"]
         if len(own) != len(inputs):
             inputs_field.fail(f"expected {len(own)} inputs of the graph, got {len(inputs)}")
         for node, at in zip(own, inputs, strict=True):
-            if node.meta["kind"] != kinds[at]:
-                inputs_field.fail(f"{node.name}: expected a {node.meta['kind']}, got a {kinds[at]}")
+            if node.meta["value_type"] != types[at]:
+                inputs_field.fail(
+                    f"{node.name}: expected a {node.meta['value_type']}, got a {types[at]}"
+                )
         bodies.append(Body(name.text(_NAME, "a name"), read, inputs))
     return bodies
 
@@ -311,7 +313,7 @@ class GraphReader:
         self.made_with = made_with
         self._values = ValueReader(self.known, device).with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}
-        self.kinds: dict[torch.fx.Node, Kind] = {}
+        self.value_types: dict[torch.fx.Node, ValueType] = {}
         self.graph = torch.fx.Graph()
         self.lifted: dict[str, torch.Tensor] = {}
 
@@ -348,11 +350,11 @@ class GraphReader:
         if name in self._nodes or name in _RESERVED or keyword.iskeyword(name):
             field.at("name").expected("another name")
         field.require_keys(("name", kinds[0].key, *kinds[0].keys), _OPTIONAL)
-        kind, node = kinds[0].decode(self, field, name)
+        type_, node = kinds[0].decode(self, field, name)
         if node.name != name:
             field.at("name").expected("a name that code can have")
         self._nodes[name] = node
-        self.kinds[node] = kind
+        self.value_types[node] = type_
         self._read_facts(field, node)
 
     def _read_facts(self, field: Field, node: torch.fx.Node) -> None:
@@ -415,38 +417,38 @@ class NodeKind:
         key: the key of the JSON that only nodes of this kind have.
         keys: the other keys, besides the name and the metadata.
         encode: returns the JSON of all these keys; None for a node of another kind.
-        decode: makes the node from its JSON and its name; also returns the kind of its value.
+        decode: makes the node from its JSON and its name; also returns the type of its value.
     """
 
     key: str
     keys: tuple[str, ...]
     encode: Callable[[torch.fx.Node, GraphWriter], dict[str, Any] | None]
-    decode: Callable[[GraphReader, Field, str], tuple[Kind, torch.fx.Node]]
+    decode: Callable[[GraphReader, Field, str], tuple[ValueType, torch.fx.Node]]
 
 
 def _encode_input(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
     if node.op != "placeholder" and node not in writer.state:
         return None
-    known = node.meta.get("kind")  # the metadata of a node that was read from a file
+    known = node.meta.get("value_type")  # the metadata of a node that was read from a file
     if known is None:
         known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
     return {"input": str(known)}
 
 
-def _decode_input(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-    kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
-    if any(node.op != "placeholder" for node in reader.kinds):
+def _decode_input(reader: GraphReader, field: Field, name: str) -> tuple[ValueType, torch.fx.Node]:
+    type_ = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
+    if any(node.op != "placeholder" for node in reader.value_types):
         field.fail("inputs come first")
     node = reader.graph.create_node("placeholder", name, name=name)
-    node.meta["kind"] = kind
-    return kind, node
+    node.meta["value_type"] = type_
+    return type_, node
 
 
 def _encode_tensor(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
     return {"lifted": writer.closure.tensor(str(node.target))} if node.op == "get_attr" else None
 
 
-def _decode_tensor(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+def _decode_tensor(reader: GraphReader, field: Field, name: str) -> tuple[ValueType, torch.fx.Node]:
     if reader.is_body:
         field.fail("a body of control flow does not have tensors of the file")
     reader.lifted[name] = reader.tensors.tensor(field.at("lifted"))
@@ -461,12 +463,12 @@ def _encode_item(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | N
     return {"item": index, "of": of.name}
 
 
-def _decode_item(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+def _decode_item(reader: GraphReader, field: Field, name: str) -> tuple[ValueType, torch.fx.Node]:
     of, index = reader.known(field.at("of")), field.at("item").integer(0, 1 << 31)
-    kind = kind_of_item(reader.kinds[of], index)
-    if kind is None:
+    type_ = type_of_item(reader.value_types[of], index)
+    if type_ is None:
         field.fail(f"{of.name} has no item {index}")
-    return kind, reader.call(operator.getitem, name, (of, index))
+    return type_, reader.call(operator.getitem, name, (of, index))
 
 
 def _encode_control(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
@@ -475,12 +477,14 @@ def _encode_control(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] 
     return writer.call(node, "control", encode_control(node.target, writer))
 
 
-def _decode_control(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+def _decode_control(
+    reader: GraphReader, field: Field, name: str
+) -> tuple[ValueType, torch.fx.Node]:
     args, kwargs = reader.arguments(field)
-    kinds = [reader.kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
-    if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
+    types = [reader.value_types[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
+    if kwargs or not all(type_ in (TENSOR, NUMBER) for type_ in types):
         field.fail("control flow takes tensors and numbers")
-    return [TENSOR], reader.call(decode_control(field.at("control"), reader, kinds), name, args)
+    return [TENSOR], reader.call(decode_control(field.at("control"), reader, types), name, args)
 
 
 def _encode_operator(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
@@ -492,17 +496,19 @@ def _encode_operator(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any]
     return writer.call(node, "operator", called) if "::" in called else None
 
 
-def _decode_operator(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+def _decode_operator(
+    reader: GraphReader, field: Field, name: str
+) -> tuple[ValueType, torch.fx.Node]:
     args, kwargs = reader.arguments(field)
     op, signature = operator_named(field.at("operator"), reader.made_with)
-    wrong = misfit(signature, args, kwargs, reader.kinds.__getitem__)
+    wrong = misfit(signature, args, kwargs, reader.value_types.__getitem__)
     if wrong is not None:
         field.fail(wrong)
     if op.name == _ASSERTION and len(args) == 2:
         return NOTHING, reader.call(check_size, name, args)
     node = reader.call(op.overload, name, args, kwargs)
     node.meta["op"] = op
-    return kind_of_results(signature), node
+    return type_of_results(signature), node
 
 
 def _encode_function(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
@@ -511,7 +517,9 @@ def _encode_function(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any]
     return writer.call(node, "function", NAMES_OF_FUNCTIONS[node.target])
 
 
-def _decode_function(reader: GraphReader, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+def _decode_function(
+    reader: GraphReader, field: Field, name: str
+) -> tuple[ValueType, torch.fx.Node]:
     args, kwargs = reader.arguments(field)
     function = function_named(field.at("function"))
     if function is torch.Size:
@@ -526,7 +534,7 @@ def _decode_function(reader: GraphReader, field: Field, name: str) -> tuple[Kind
 
 def _are_numbers(values: Sequence[Any], reader: GraphReader) -> bool:
     return all(
-        reader.kinds[value] == NUMBER
+        reader.value_types[value] == NUMBER
         if isinstance(value, torch.fx.Node)
         else type(value) in (int, float, bool)
         for value in values

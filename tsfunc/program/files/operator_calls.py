@@ -1,7 +1,7 @@
 """Calls of operators in files, checked against their schemas, and the types of nodes.
 
 A program of a file runs torch's operators, so each call is checked before it is accepted: the
-operator exists, it has these arguments, and their kinds match the schema. The check does not call
+operator exists, it has these arguments, and their types match the schema. The check does not call
 the operator.
 """
 
@@ -39,9 +39,9 @@ from tsfunc.types.values import plain_name
 # --- operators of a file: looked up by name, with their arguments checked against their schemas
 
 
-# The kinds of values in a graph: a tensor, a number, or a list or tuple of the kinds of items.
+# The types of values in a graph: a tensor, a number, or a list or tuple of the types of items.
 TENSOR, NUMBER, NOTHING = "tensor", "number", "nothing"
-Kind = Any
+ValueType = Any
 
 _NAME = re.compile(r"\w{1,80}::\w{1,120}(?:\.\w{1,80})?", re.ASCII)
 # These read or write files, communicate with other processes, or call functions of this process.
@@ -97,31 +97,31 @@ def function_named(field: Field) -> Callable[..., Any]:
     return field.one_of(FUNCTIONS, "a function on sizes")
 
 
-def kind_of_results(signature: OperatorSignature) -> Kind:
-    kinds = [_kind_of(type_) for type_ in signature.returns]
-    if not kinds:
+def type_of_results(signature: OperatorSignature) -> ValueType:
+    types = [_type_of(type_) for type_ in signature.returns]
+    if not types:
         return NOTHING
-    return kinds[0] if len(kinds) == 1 else tuple(kinds)
+    return types[0] if len(types) == 1 else tuple(types)
 
 
-def _kind_of(type_: str) -> Kind:
+def _type_of(type_: str) -> ValueType:
     if type_.endswith("[]"):
-        return [_kind_of(type_[:-2])]
+        return [_type_of(type_[:-2])]
     return TENSOR if type_.rstrip("?") == "Tensor" else NUMBER
 
 
-def kind_of_item(kind: Kind, index: int) -> Kind | None:
-    """Return the kind of an item of several values; None if there is no item of this index."""
-    if isinstance(kind, list):
-        return kind[0] if index >= 0 else None
-    return kind[index] if isinstance(kind, tuple) and 0 <= index < len(kind) else None
+def type_of_item(of: ValueType, index: int) -> ValueType | None:
+    """Return the type of an item of several values; None if there is no item of this index."""
+    if isinstance(of, list):
+        return of[0] if index >= 0 else None
+    return of[index] if isinstance(of, tuple) and 0 <= index < len(of) else None
 
 
 def misfit(
     signature: OperatorSignature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    kind_of: Callable[[torch.fx.Node], Kind],
+    type_of: Callable[[torch.fx.Node], ValueType],
 ) -> str | None:
     """Return the mismatch between a call and an operator's schema; None if they match."""
     try:
@@ -137,26 +137,26 @@ def misfit(
         single = argument.count and argument.type.rstrip("?").endswith("[]")
         if single and not isinstance(value, list | tuple) and value is not None:
             value = [value]
-        if not _fits(value, argument.type, kind_of):
+        if not _fits(value, argument.type, type_of):
             expected = f"{argument.name} of type {argument.type}"
             return f"{signature.name}: expected {expected}, got {value!r:.60}"
     return None
 
 
-def _fits(value: Any, type_: str, kind_of: Callable[[torch.fx.Node], Kind]) -> bool:
+def _fits(value: Any, type_: str, type_of: Callable[[torch.fx.Node], ValueType]) -> bool:
     if type_.endswith("?"):
-        return value is None or _fits(value, type_[:-1], kind_of)
+        return value is None or _fits(value, type_[:-1], type_of)
     if type_.endswith("[]"):
         if isinstance(value, torch.fx.Node):
-            kind = kind_of(value)
+            own = type_of(value)
             inner = TENSOR if type_.rstrip("?[]") == "Tensor" else NUMBER
-            return bool(kind) and isinstance(kind, list | tuple) and all(k == inner for k in kind)
+            return bool(own) and isinstance(own, list | tuple) and all(k == inner for k in own)
         return isinstance(value, list | tuple) and all(
-            _fits(item, type_[:-2], kind_of) for item in value
+            _fits(item, type_[:-2], type_of) for item in value
         )
     if isinstance(value, torch.fx.Node):
-        kind = kind_of(value)
-        return type_ in _KINDS_OF[kind] if isinstance(kind, str) else False
+        own = type_of(value)
+        return type_ in _KINDS_OF[own] if isinstance(own, str) else False
     if type_ in ("int", "SymInt"):
         return type(value) in (int, bool) and -LONGEST_INT <= value < LONGEST_INT
     allowed = _PYTHON.get(type_)

@@ -323,7 +323,7 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
     plain = NodeTypes(Symbols({}), values)
     callees = CalleeReader(
         field.get("functions"),
-        lambda part, kinds: _decode_part(part, kinds, plain, context, callees),
+        lambda part, types: _decode_part(part, types, plain, context, callees),
     )
     reader = GraphReader(
         context.tensors, context.device, NodeTypes(symbols, values), context.made_with,
@@ -358,18 +358,18 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
 
 def _decode_part(
     field: Field,
-    kinds: Sequence[Any],
+    called_with: Sequence[Any],
     types: NodeTypes,
     context: FileContext,
     callees: CalleeReader,
 ) -> CalleeGraph:
-    """Return the graph that ``_encode_part`` wrote, for a part called with these kinds."""
+    """Return the graph that ``_encode_part`` wrote, for operands of these types."""
     name, inputs_field, graph_field = field.record("name", "inputs", "graph")
     reader = GraphReader(context.tensors, context.device, types, context.made_with, callees)
     graph = reader.read(graph_field)
-    inputs = tuple(at.integer(0, len(kinds) - 1) for at in inputs_field.items())
-    own = [node.meta["kind"] for node in graph.nodes if node.op == "placeholder"]
-    if own != [kinds[at] for at in inputs]:
+    inputs = tuple(at.integer(0, len(called_with) - 1) for at in inputs_field.items())
+    own = [node.meta["value_type"] for node in graph.nodes if node.op == "placeholder"]
+    if own != [called_with[at] for at in inputs]:
         inputs_field.fail("the graph has other inputs")
     return CalleeGraph(name.line(), graph, inputs, reader.lifted)
 

@@ -394,7 +394,8 @@ def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, at in zip(placeholders, given, strict=False):
         # A number is an input if its descriptor is its type; the call is guarded on its value.
-        number = node.meta.get("kind") == NUMBER and type(call_spec.leaves[at]) in (int, float)
+        is_number = node.meta.get("value_type") == NUMBER
+        number = is_number and type(call_spec.leaves[at]) in (int, float)
         if at not in tensors and not number:
             field.fail("its program has inputs that the call does not have")
     return SavedProgram(program, call_spec, reason)

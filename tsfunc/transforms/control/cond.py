@@ -237,10 +237,14 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, Switch)
-def _pulled(op: Switch, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(
+    op: Switch, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
+) -> Any:
     """Choose between the pullbacks of the branches."""
     return _between(
-        op, [functools.partial(pull_back, body, count, wrt, of) for body in op.bodies], operands
+        op,
+        [functools.partial(pull_back, body, count, wrt, results) for body in op.bodies],
+        operands,
     )
 
 

@@ -90,7 +90,7 @@ class DerivativeOperands(NamedTuple):
 
 
 def pull_back(
-    run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], of: Sequence[int],
+    run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], results: Sequence[int],
     *operands: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the cotangents of a function's operands ``wrt``.
@@ -98,15 +98,15 @@ def pull_back(
     Args:
         run: takes ``count`` tensors and then numbers.
         wrt: the positions of the tensors that it is differentiated by.
-        of: the positions of the results that have cotangents.
+        results: the positions of the results that have cotangents.
         operands: the tensors, the cotangents, and the numbers.
     """
-    inputs, cotangents, numbers = DerivativeOperands.of(operands, count, len(of))
+    inputs, cotangents, numbers = DerivativeOperands.of(operands, count, len(results))
 
     def chosen(*values: Any) -> tuple[Any, ...]:
         with muted():  # NOTE [debug effects]
-            results = run(*with_replaced(inputs, wrt, values), *numbers)
-        return tuple(results[j] for j in of)
+            outputs = run(*with_replaced(inputs, wrt, values), *numbers)
+        return tuple(outputs[j] for j in results)
 
     _, pull = vjp(chosen, *(inputs[i] for i in wrt))
     pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
@@ -164,8 +164,8 @@ class ControlFlowOperator(ControlFlow):
     # True if a batch of calls runs each body only on the examples that choose it.
     run_on_subsets = False
 
-    def pullback(self, count: int, wrt: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        return Pullback(self, count, wrt, of)
+    def pullback(self, count: int, wrt: Sequence[int], results: Sequence[int]) -> ControlFlow:
+        return Pullback(self, count, wrt, results)
 
     def pushforward(self, count: int, wrt: Sequence[int]) -> ControlFlow:
         return Pushforward(self, count, wrt)
@@ -187,13 +187,13 @@ class ControlFlowOperator(ControlFlow):
         return None
 
     def expanded_pullback(
-        self, count: int, wrt: Sequence[int], of: Sequence[int]
+        self, count: int, wrt: Sequence[int], results: Sequence[int]
     ) -> Derivative | None:
         """Return the pullback in other control flow: NOTE [derivatives in other control flow].
 
         The function takes the operands of :meth:`pullback`. None if only torch can derive it.
         """
-        return self._expanded_derivative(Pullback, pull_back, count, wrt, of)
+        return self._expanded_derivative(Pullback, pull_back, count, wrt, results)
 
     def expanded_pushforward(self, count: int, wrt: Sequence[int]) -> Derivative | None:
         """Return the pushforward in other control flow, as :meth:`expanded_pullback` does.
@@ -248,28 +248,28 @@ class Pullback(ExpandedOperator):
     """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
 
     def __init__(
-        self, of_op: ControlFlowOperator, count: int, wrt: Sequence[int], of: Sequence[int]
+        self, operator: ControlFlowOperator, count: int, wrt: Sequence[int], results: Sequence[int]
     ) -> None:
-        super().__init__(f"{of_op.name}_pullback", of_op.bodies)
-        self.op, self.count, self.wrt, self.of = of_op, count, tuple(wrt), tuple(of)
+        super().__init__(f"{operator.name}_pullback", operator.bodies)
+        self.op, self.count, self.wrt, self.results = operator, count, tuple(wrt), tuple(results)
 
     def run_count(self, operands: Sequence[Any]) -> int:
         return self.op.run_count(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return pull_back(self.op, self.count, self.wrt, self.of, *operands)
+        return pull_back(self.op, self.count, self.wrt, self.results, *operands)
 
     def expanded(self) -> Derivative | None:
-        return self.op.expanded_pullback(self.count, self.wrt, self.of)
+        return self.op.expanded_pullback(self.count, self.wrt, self.results)
 
 
 class MappedOperator(ExpandedOperator):
     """A batch of calls of an operator: see ``ControlFlow.mapped``."""
 
-    def __init__(self, of_op: ControlFlowOperator, batched: Sequence[bool]) -> None:
-        super().__init__(f"{of_op.name}_mapped", of_op.bodies)
-        self.op, self.batched = of_op, tuple(batched)
-        self.run_on_subsets = of_op.run_on_subsets
+    def __init__(self, operator: ControlFlowOperator, batched: Sequence[bool]) -> None:
+        super().__init__(f"{operator.name}_mapped", operator.bodies)
+        self.op, self.batched = operator, tuple(batched)
+        self.run_on_subsets = operator.run_on_subsets
 
     def result_axes(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
@@ -384,10 +384,10 @@ class Replayed(ExpandedOperator):
     """A repetition of an operator with earlier random numbers: see ``ControlFlow.replayed``."""
 
     def __init__(
-        self, of_op: ControlFlowOperator, count: int, devices: Sequence[torch.device]
+        self, operator: ControlFlowOperator, count: int, devices: Sequence[torch.device]
     ) -> None:
-        super().__init__(of_op.name, of_op.bodies)
-        self.op, self.count, self.devices = of_op, count, tuple(devices)
+        super().__init__(operator.name, operator.bodies)
+        self.op, self.count, self.devices = operator, count, tuple(devices)
 
     def run_count(self, operands: Sequence[Any]) -> int:
         return self.op.run_count(operands)
@@ -441,9 +441,9 @@ class Replayed(ExpandedOperator):
 class Pushforward(ExpandedOperator):
     """The pushforward of an operator: see ``ControlFlow.pushforward``."""
 
-    def __init__(self, of_op: ControlFlowOperator, count: int, wrt: Sequence[int]) -> None:
-        super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
-        self.op, self.count, self.wrt = of_op, count, tuple(wrt)
+    def __init__(self, operator: ControlFlowOperator, count: int, wrt: Sequence[int]) -> None:
+        super().__init__(f"{operator.name}_pushforward", operator.bodies)
+        self.op, self.count, self.wrt = operator, count, tuple(wrt)
 
     def run_count(self, operands: Sequence[Any]) -> int:
         return self.op.run_count(operands)

@@ -432,12 +432,14 @@ def _run(op: While, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, While)
-def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(
+    op: While, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
+) -> Any:
     """Count the steps, and pull back through a scan of so many steps.
 
     A scan has at least one step, whose pullback is not used if the loop makes none.
     """
-    given = DerivativeOperands.of(operands, count, len(of))
+    given = DerivativeOperands.of(operands, count, len(results))
     condition, body = op.bodies
     carry, outer = given.inputs[: op.carried], given.inputs[op.carried :]
     rest = (*outer, *given.numbers)
@@ -453,7 +455,7 @@ def _pulled(op: While, count: int, wrt: Sequence[int], of: Sequence[int], *opera
     steps: Any = made.clamp(min=1).item()
     check_size(steps >= 1, f"{op.name} makes at least one step")
     numbers = torch.arange(steps, device=device)
-    cotangents = dict(zip(of, given.derivatives, strict=True))
+    cotangents = dict(zip(results, given.derivatives, strict=True))
 
     def step(*values: Any) -> Sequence[Any]:
         return body(*values[: op.carried], *values[op.carried + 1 :])

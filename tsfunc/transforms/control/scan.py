@@ -150,15 +150,17 @@ def _scan_again(
 
 
 @derivative_rule(Pullback, Scan)
-def _pulled(op: Scan, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+def _pulled(
+    op: Scan, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
+) -> Any:
     """Scan for the carries, and scan back with the pullback of a step."""
-    given = DerivativeOperands.of(operands, count, len(of))
+    given = DerivativeOperands.of(operands, count, len(results))
     stop = op.carried + op.along
     carry, along = given.inputs[: op.carried], given.inputs[op.carried : stop]
     (body,) = op.bodies
     return pull_back_through(
         body, (carry, along, (*given.inputs[stop:], *given.numbers)), wrt,
-        dict(zip(of, given.derivatives, strict=True)), op.length, op.reverse,
+        dict(zip(results, given.derivatives, strict=True)), op.length, op.reverse,
     )  # fmt: skip
 
 
@@ -471,10 +473,10 @@ def _associative_scan_again(
 
 @derivative_rule(Pullback, AssociativeScan)
 def _pulled_prefixes(
-    op: AssociativeScan, count: int, wrt: Sequence[int], of: Sequence[int], *operands: Any
+    op: AssociativeScan, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Pull back through a scan that combines the slices one after the other."""
-    return pull_back(functools.partial(_in_order, op), count, wrt, of, *operands)
+    return pull_back(functools.partial(_in_order, op), count, wrt, results, *operands)
 
 
 @derivative_rule(Pushforward, AssociativeScan)

@@ -42,7 +42,7 @@ from tsfunc.transforms.control.derived_operators import (
     Replayed,
 )
 
-Kinds = Sequence[Any]
+ValueTypes = Sequence[Any]
 _BATCHING = {name: name for name in get_args(Batching)}
 _CHECKPOINTS = {
     name: name for literal in get_args(Checkpoint) for name in get_args(literal) if name
@@ -50,20 +50,25 @@ _CHECKPOINTS = {
 
 
 def _decode_switch(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds, bodies_field: Field, batching: Field
+    field: Field,
+    name: str,
+    reader: GraphReader,
+    types: ValueTypes,
+    bodies_field: Field,
+    batching: Field,
 ) -> ControlFlow:
-    bodies = decode_bodies(bodies_field, reader, kinds)
-    if not bodies or kinds[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
+    bodies = decode_bodies(bodies_field, reader, types)
+    if not bodies or types[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
         field.fail("expected a tensor to choose by, and branches with equal numbers of results")
     return Switch(name, bodies, batching.one_of(_BATCHING, f"one of {[*_BATCHING]}"))
 
 
 def _decode_while(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     bodies_field: Field, carried_field: Field, checkpoint: Field,
 ) -> ControlFlow:  # fmt: skip
-    carried = carried_field.integer(0, len(kinds))
-    bodies = decode_bodies(bodies_field, reader, kinds)
+    carried = carried_field.integer(0, len(types))
+    bodies = decode_bodies(bodies_field, reader, types)
     if [result_count(body) for body in bodies] != [1, carried]:
         field.fail(f"expected a condition, and a body that returns the {carried} carried values")
     policy: Any = None
@@ -73,59 +78,59 @@ def _decode_while(
 
 
 def _decode_scan(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     bodies_field: Field, carried_field: Field, along_field: Field, length_field: Field,
     reverse: Field,
 ) -> ControlFlow:  # fmt: skip
-    carried = carried_field.integer(0, len(kinds))
-    along = along_field.integer(0, len(kinds) - carried)
+    carried = carried_field.integer(0, len(types))
+    along = along_field.integer(0, len(types) - carried)
     length = None if length_field.value is None else length_field.integer(0)
-    bodies = decode_bodies(bodies_field, reader, kinds)
+    bodies = decode_bodies(bodies_field, reader, types)
     if len(bodies) != 1 or result_count(bodies[0]) < carried or (not along and length is None):
         field.fail(f"expected one body that returns the {carried} carried values, and a length")
     return Scan(name, bodies, carried, along, length, reverse.flag())
 
 
 def _decode_pullback(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     of: Field, count_field: Field, wrt_field: Field, results: Field,
 ) -> ControlFlow:  # fmt: skip
     given = [at.integer(0, 1 << 20) for at in results.items()]
-    count = _count(count_field, kinds, len(given))
-    op = _inner(of, reader, kinds, count, len(given))
+    count = _count(count_field, types, len(given))
+    op = _inner(of, reader, types, count, len(given))
     return Pullback(op, count, _positions(wrt_field, count), given)
 
 
 def _decode_pushforward(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     of: Field, count_field: Field, wrt_field: Field,
 ) -> ControlFlow:  # fmt: skip
     wrt = [at.integer(0, 1 << 20) for at in wrt_field.items()]
-    count = _count(count_field, kinds, len(wrt))
-    op = _inner(of, reader, kinds, count, len(wrt))
+    count = _count(count_field, types, len(wrt))
+    op = _inner(of, reader, types, count, len(wrt))
     return Pushforward(op, count, _positions(wrt_field, count))
 
 
-def _count(field: Field, kinds: Kinds, more: int) -> int:
+def _count(field: Field, types: ValueTypes, more: int) -> int:
     """Return the number of tensors that the underlying operator takes."""
-    count = field.integer(0, len(kinds))
-    if count + more > len(kinds) or any(kind != TENSOR for kind in kinds[: count + more]):
+    count = field.integer(0, len(types))
+    if count + more > len(types) or any(type_ != TENSOR for type_ in types[: count + more]):
         field.fail("there are fewer tensors than that")
     return count
 
 
 def _inner(
-    field: Field, reader: GraphReader, kinds: Kinds, count: int, more: int
+    field: Field, reader: GraphReader, types: ValueTypes, count: int, more: int
 ) -> ControlFlowOperator:
-    numbers = list(kinds[count + more :])
-    if any(kind != NUMBER for kind in numbers):
+    numbers = list(types[count + more :])
+    if any(type_ != NUMBER for type_ in numbers):
         field.fail("numbers come after all tensors")
-    return _operator(field, reader, [*kinds[:count], *numbers])
+    return _operator(field, reader, [*types[:count], *numbers])
 
 
-def _operator(field: Field, reader: GraphReader, kinds: Kinds) -> ControlFlowOperator:
+def _operator(field: Field, reader: GraphReader, types: ValueTypes) -> ControlFlowOperator:
     """Return the operator that another one is derived from."""
-    op = decode_control(field, reader, kinds)
+    op = decode_control(field, reader, types)
     if not isinstance(op, ControlFlowOperator):
         field.fail("it has no derivative")
     return op
@@ -136,41 +141,41 @@ def _positions(field: Field, count: int) -> list[int]:
 
 
 def _decode_mapped(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds, of: Field, batched_field: Field
+    field: Field, name: str, reader: GraphReader, types: ValueTypes, of: Field, batched_field: Field
 ) -> ControlFlow:
     batched = [each.flag() for each in batched_field.items()]
-    if len(batched) > len(kinds):
+    if len(batched) > len(types):
         batched_field.fail("there are fewer operands than that")
-    return MappedOperator(_operator(of, reader, kinds), batched)
+    return MappedOperator(_operator(of, reader, types), batched)
 
 
 def _decode_prefixes(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     bodies_field: Field, along_field: Field,
 ) -> ControlFlow:  # fmt: skip
-    along = along_field.integer(1, len(kinds))
+    along = along_field.integer(1, len(types))
     # The body takes two slices of each.
-    bodies = decode_bodies(bodies_field, reader, [*kinds[:along], *kinds])
+    bodies = decode_bodies(bodies_field, reader, [*types[:along], *types])
     if len(bodies) != 1 or result_count(bodies[0]) != along:
         field.fail(f"expected one body that returns {along} values, as many as the scan combines")
     return AssociativeScan(name, bodies, along)
 
 
 def _decode_replayed(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     of: Field, count_field: Field, devices_field: Field,
 ) -> ControlFlow:  # fmt: skip
     devices = [reader.device(each) for each in devices_field.items()]
     states = RandomStates.count(devices)
-    count = _count(count_field, kinds, states)
-    inner = [*kinds[:count], *kinds[count + states :]]
+    count = _count(count_field, types, states)
+    inner = [*types[:count], *types[count + states :]]
     return Replayed(_operator(of, reader, inner), count, devices)
 
 
 def _decode_states(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds, devices: Field
+    field: Field, name: str, reader: GraphReader, types: ValueTypes, devices: Field
 ) -> ControlFlow:
-    if kinds:
+    if types:
         field.fail("the states of generators depend on nothing")
     return RandomStates([reader.device(each) for each in devices.items()])
 
@@ -212,21 +217,21 @@ def _decode_policy(field: Field, made_with: str) -> Policy:
 
 
 def _decode_checkpoint(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     bodies: Field, policy: Field, random: Field,
 ) -> ControlFlow:  # fmt: skip
-    body = _single(bodies, reader, kinds)
+    body = _single(bodies, reader, types)
     return CheckpointCall(body, _decode_policy(policy, reader.made_with), random.flag())
 
 
 def _decode_recompute(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds, bodies: Field
+    field: Field, name: str, reader: GraphReader, types: ValueTypes, bodies: Field
 ) -> ControlFlow:
-    return RecomputedCall(name, [_single(bodies, reader, kinds)])
+    return RecomputedCall(name, [_single(bodies, reader, types)])
 
 
-def _single(field: Field, reader: GraphReader, kinds: Kinds) -> Body:
-    bodies = decode_bodies(field, reader, kinds)
+def _single(field: Field, reader: GraphReader, types: ValueTypes) -> Body:
+    bodies = decode_bodies(field, reader, types)
     if len(bodies) != 1:
         field.fail(f"expected one body, got {len(bodies)}")
     return bodies[0]
@@ -268,11 +273,11 @@ def _fixed(size: Any) -> Any:
 
 
 def _decode_call(
-    field: Field, name: str, reader: GraphReader, kinds: Kinds,
+    field: Field, name: str, reader: GraphReader, types: ValueTypes,
     number: Field, maps_field: Field, written_field: Field,
 ) -> ControlFlow:  # fmt: skip
     callee = reader.callees.at(number)
-    if list(kinds) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
+    if list(types) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
         field.fail(f"{callee.name} is called with other values than it takes")
     maps = [_decode_map(each, callee, reader) for each in maps_field.items()]
     written = [at.integer(0, callee.tensors - 1) for at in written_field.items()]
@@ -315,7 +320,7 @@ def register_all() -> None:
         ControlKind("while", While, {**loop, "checkpoint": "checkpoint"}, _decode_while),
         ControlKind("scan", Scan, scan, _decode_scan),
         ControlKind("prefixes", AssociativeScan, {**bodies, "along": "along"}, _decode_prefixes),
-        ControlKind("pullback", Pullback, {**derivative, "results": "of"}, _decode_pullback),
+        ControlKind("pullback", Pullback, {**derivative, "results": "results"}, _decode_pullback),
         ControlKind("pushforward", Pushforward, derivative, _decode_pushforward),
         ControlKind("mapped", MappedOperator, {"of": "op", "batched": "batched"}, _decode_mapped),
         ControlKind("checkpoint", CheckpointCall, checkpoint, _decode_checkpoint),
