@@ -36,7 +36,7 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         return index.like(x[items[0].elements], items[0].after + x.dim() - 1)
     if isinstance(index, Selection):
         return _restricted(x, index)
-    front = x.elements.dim() + x.at
+    front = x.elements.dim() + x.element_dim
     if not all(item is None or item is ... or isinstance(item, int | slice) for item in items):
         return NotImplemented
     return _basic(x, items, front)
@@ -46,7 +46,7 @@ def _restricted(x: Selection, by: Selection) -> Any:
     """Restrict a selection to the selected elements for which the selection ``by`` is True."""
     if by.dtype is not torch.bool or by.after or by.elements.dim() != 1 or not x.is_first:
         return NotImplemented
-    flags = by.on(x.mask, x.source)
+    flags = by.in_order_of(x.mask, x.source)
     out = x.like(x.elements)
     out.mask, out.source = x.mask & flags, None
     return out
@@ -60,7 +60,7 @@ def _select_one(x: Selection, number: int) -> torch.Tensor:
     order = (~x.mask).byte().argsort(stable=True)
     ordinal = torch.full_like(count, number) if number >= 0 else count + number
     position = order.index_select(0, ordinal.reshape(1))
-    return x.elements.index_select(x.at, position).squeeze(x.at)
+    return x.elements.index_select(x.element_dim, position).squeeze(x.element_dim)
 
 
 def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
@@ -153,7 +153,7 @@ def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         else:
             elements.append(part)
             masks.append(lead.mask.new_ones(part.shape[dim]))
-    if wrap_dim(dim, lead.elements.dim()) != lead.at + lead.elements.dim():
+    if wrap_dim(dim, lead.elements.dim()) != lead.element_dim + lead.elements.dim():
         return NotImplemented
     return _selection_like(lead, torch.cat(elements, dim), torch.cat(masks))
 

@@ -34,7 +34,7 @@ def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
         # The contracted dim is the last of x, and the last but one of y.
         if x.after != 0 or y.after != min(y.elements.dim() - 1, 1):
             return NotImplemented
-        elements = y.on(x.mask, x.source)
+        elements = y.in_order_of(x.mask, x.source)
         keep = y.mask if elements is y.elements else x.mask
         return torch.matmul(x.filled(0), torch.where(keep.reshape(-1, *[1] * y.after), elements, 0))
     if isinstance(x, Selection):
@@ -87,7 +87,7 @@ def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     lead, values = together(args[:2], func.__name__)
     dim = given.get("dim", args[2] if len(args) > 2 else 1)
     if func is functional.cosine_similarity and wrap_dim(dim, lead.elements.dim()) <= (
-        lead.at + lead.elements.dim()
+        lead.element_dim + lead.elements.dim()
     ):
         return NotImplemented
     if not lead.after:
@@ -138,7 +138,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
     if not x.after:
         return NotImplemented
     reduction = given.pop("reduction", "mean")
-    classes = target.on(x.mask, x.source)
+    classes = target.in_order_of(x.mask, x.source)
     each = x.like(func(x.elements, classes, reduction="none", **given), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
         return _reduced(each, reduction)
@@ -155,7 +155,7 @@ def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
     x, given = args[0], named(args, kwargs, "p", "dim")
     if not isinstance(given.get("p", 2.0), int | float) or given.get("p", 2.0) <= 0:
         return NotImplemented
-    over = wrap_dim(given.get("dim", 1), x.elements.dim()) == x.at + x.elements.dim()
+    over = wrap_dim(given.get("dim", 1), x.elements.dim()) == x.element_dim + x.elements.dim()
     return x.like(func(x.filled(0) if over else x.elements, **given))
 
 

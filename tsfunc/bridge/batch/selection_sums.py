@@ -26,12 +26,12 @@ def _reduced_dims(x: Selection, dim: Any) -> tuple[list[int], bool]:
     rank = x.elements.dim()
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     wrapped = [wrap_dim(each, rank) for each in dims] or list(range(rank))
-    return wrapped, x.at + rank in wrapped
+    return wrapped, x.element_dim + rank in wrapped
 
 
 def _as_reduced(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
     """Return a result that keeps the dim of the elements, as a selection."""
-    behind = [dim for dim in spans if dim > x.at + x.elements.dim()]
+    behind = [dim for dim in spans if dim > x.element_dim + x.elements.dim()]
     return x.like(out, x.after if keepdim else x.after - len(behind))
 
 
@@ -155,7 +155,7 @@ def _extremum(largest: bool) -> Any:
 def _selected_first(x: Selection, rest: Any) -> torch.Tensor:
     """Move the selected elements to the front, so that an index along the dim counts them."""
     order = (~x.mask).byte().argsort(stable=True)
-    return x.filled(rest).index_select(x.at, order)
+    return x.filled(rest).index_select(x.element_dim, order)
 
 
 def _arg_extremum(largest: bool) -> Any:

@@ -115,7 +115,7 @@ class Selection(Tracer):
         return self
 
     @property
-    def at(self) -> int:
+    def element_dim(self) -> int:
         """The dim of the elements, as a negative number."""
         return -1 - self.after
 
@@ -147,7 +147,7 @@ class Selection(Tracer):
     def size(self, dim: Any = None) -> Any:
         """Return the size of one dim; raise if it is the dim of the elements."""
         rank = self.elements.dim()
-        if dim is None or dim % rank == self.at % rank:
+        if dim is None or dim % rank == self.element_dim % rank:
             self.refuse("size")
         return self.elements.size(dim)
 
@@ -183,7 +183,7 @@ class Selection(Tracer):
         """Return the number of selected elements as a tensor without dims."""
         return self.mask.sum()
 
-    def on(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
+    def in_order_of(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
         """Return the elements in the order of another mask, which must select as many elements."""
         if mask is self.mask or (source is not None and _same(source, self.source)):
             return self.elements
@@ -195,7 +195,7 @@ class Selection(Tracer):
         # The n-th element that one mask selects corresponds to the n-th of the other.
         order = (~self.mask).byte().argsort(stable=True)
         ordinal = (mask.cumsum(0) - 1).clamp(min=0)
-        return self.elements.index_select(self.at, order.index_select(0, ordinal))
+        return self.elements.index_select(self.element_dim, order.index_select(0, ordinal))
 
 
 def is_lazy(mask: Any) -> bool:
@@ -250,10 +250,10 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
     """Return a selection as the values of a write by ``mask``, with ``right`` dims after it."""
     if value.after != right:
         value.refuse("a write to dims that it does not have")
-    elements = value.on(mask.reshape(-1), (mask, storage_state(mask)))
+    elements = value.in_order_of(mask.reshape(-1), (mask, storage_state(mask)))
     if not mask.dim():
-        return elements.squeeze(value.at)
-    return elements.unflatten(value.at, mask.shape)
+        return elements.squeeze(value.element_dim)
+    return elements.unflatten(value.element_dim, mask.shape)
 
 
 def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
@@ -277,11 +277,11 @@ def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
         if isinstance(value, Selection):
             if value.after != lead.after:
                 lead.refuse(by)
-            value = value.on(lead.mask, lead.source)
+            value = value.in_order_of(lead.mask, lead.source)
         elif (
             isinstance(value, torch.Tensor)
             and value.dim() > lead.after
-            and value.shape[lead.at] != 1
+            and value.shape[lead.element_dim] != 1
         ):
             lead.refuse(by)
         values.append(value)
@@ -345,7 +345,7 @@ _OPERATORS = {
     "irshift": "bitwise_right_shift", "rshift": "bitwise_right_shift",
 }  # fmt: skip
 # Elementwise functions that don't have torch's pointwise tag.
-_OTHERS = frozenset({
+_ELEMENTWISE_TOO = frozenset({
     "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte",
     "bool", "cfloat", "cdouble", "type_as", "clone", "contiguous", "detach", "zeros_like",
     "ones_like", "full_like", "zero", "fill", "masked_fill", "isclose", "hardswish", "logsigmoid",
@@ -363,7 +363,7 @@ def _is_elementwise(func: Any) -> bool:
     base = name.strip("_")
     base = _OPERATORS.get(base, base)
     packet = getattr(torch.ops.aten, base, None)
-    if base in _OTHERS:
+    if base in _ELEMENTWISE_TOO:
         return True
     if packet is None or base in ("max", "min"):
         return False

@@ -232,7 +232,7 @@ def own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _same(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+def _copy(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     return own_copy(x)
 
 
@@ -250,8 +250,8 @@ _KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
     "permute": _permute,
     "slice": _slice,
     "tile": _tile,
-    "enter": _same,
-    "leave": _same,
-    "join": _same,
+    "enter": _copy,
+    "leave": _copy,
+    "join": _copy,
     "share": _share,
 }

@@ -160,7 +160,7 @@ class ShapeProbe:
             expected = self.results(sizes)
             if expected is None:
                 continue
-            if not _same(results, expected, sizes):
+            if not _same_results(results, expected, sizes):
                 return False
             taken += 1
             if taken == _TRIES:
@@ -199,7 +199,7 @@ def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
     return evaluated
 
 
-def _same(results: Any, others: Any, sizes: Mapping[Any, int]) -> bool:
+def _same_results(results: Any, others: Any, sizes: Mapping[Any, int]) -> bool:
     """True if symbolic results, evaluated at given sizes, match other results."""
     mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, others))
     if len(mine) != len(theirs):

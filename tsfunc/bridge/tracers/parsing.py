@@ -319,16 +319,16 @@ def _replaced(value: Any, numbers: Any) -> Any:
     return value
 
 
-def _same(given: Any, dispatched: Any) -> bool:
+def _same_argument(given: Any, dispatched: Any) -> bool:
     if isinstance(dispatched, torch.Tensor) or isinstance(given, torch.Tensor):
         return given is dispatched
     if type(given) is not type(dispatched):
         return False
     if isinstance(dispatched, list | tuple):
-        return len(given) == len(dispatched) and all(map(_same, given, dispatched))
+        return len(given) == len(dispatched) and all(map(_same_argument, given, dispatched))
     if isinstance(dispatched, dict):
         return given.keys() == dispatched.keys() and all(
-            _same(given[name], dispatched[name]) for name in dispatched
+            _same_argument(given[name], dispatched[name]) for name in dispatched
         )
     return bool(given == dispatched)
 
@@ -386,7 +386,7 @@ def find_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
             parsed = form.arguments(given, named)
             if parsed is None:
                 return None
-            if not _same(tuple(parsed[0]), dispatched[0]) or not _same(parsed[1], dispatched[1]):
+            if not all(map(_same_argument, (tuple(parsed[0]), parsed[1]), dispatched)):
                 return None
     except _NoForm:
         return None

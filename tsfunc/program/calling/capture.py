@@ -341,7 +341,7 @@ class _Trace:
         symbol = self.symbols.add_number(number.name, number.value, number.variable)
         first = next((node for node in graph.nodes if node.op != "placeholder"), None)
         with nullcontext() if first is None else graph.inserting_before(first):
-            node = _named(graph.placeholder(number.name), number.name)
+            node = _mark_number(graph.placeholder(number.name), number.name)
         node.meta["number"] = symbol
         self.symbols.add_input(number.name, node)
         self._numbers.append(number.position)
@@ -558,7 +558,7 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
 
 
 def _number(level: TraceLevel, spec: NumberSpec, symbols: Symbols) -> torch.fx.Node:
-    node = _named(level.graph.placeholder(spec.name), spec.name)
+    node = _mark_number(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.numbers[spec.name]
     return node
 
@@ -574,16 +574,18 @@ def _size_nodes(
     for spec, tracer in zip(inputs, tracers, strict=True):
         for i, dim in enumerate(spec.dims):
             if isinstance(dim, Dim) and dim.name in named_dims and dim.name not in nodes:
-                nodes[dim.name] = _named(size_node(level.graph, tracer.node, i), dim.name)
+                nodes[dim.name] = _mark_number(size_node(level.graph, tracer.node, i), dim.name)
     tensors = {spec.position: tracer for spec, tracer in zip(inputs, tracers, strict=True)}
     for position, i, expression, name in solving_order(inputs, nodes):
         if name is not None and name in named_dims:
             size = size_node(level.graph, tensors[position].node, i)
-            nodes[name] = _named(solved_node(level.graph, size, expression.text, name, nodes), name)
+            nodes[name] = _mark_number(
+                solved_node(level.graph, size, expression.text, name, nodes), name
+            )
     return nodes
 
 
-def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
+def _mark_number(node: torch.fx.Node, name: str) -> torch.fx.Node:
     """Mark a node as the size of a named dim, or as a number, and return it."""
     node.meta["expr"] = name
     node.meta["value"] = operator.itemgetter(name)

@@ -571,14 +571,14 @@ def is_watched(value: Any) -> bool:
     root = cls.__module__.partition(".")[0]
     return (
         can_watch(cls)
-        and not isinstance(value, _OTHERS)
+        and not isinstance(value, _UNWATCHED)
         and not hasattr(cls, "__next__")
         and (root not in _OPAQUE or isinstance(value, _WATCHED))
         and not cls.__module__.startswith(_OPERATORS)
     )
 
 
-_OTHERS = (
+_UNWATCHED = (
     torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
     int, float, complex, str, bytes,  # the value of a subclass is not an attribute

@@ -330,7 +330,7 @@ class TracedGenerators:
         """Restore the states of generators that have changed."""
         for text, (get, put), before in self._before.values():
             shared = text in _SHARED and text not in self._lines
-            if not shared and not _same(get(), before):
+            if not shared and not _same_state(get(), before):
                 put(before)
                 self._moved.append(text)
 
@@ -356,13 +356,13 @@ class TracedGenerators:
             self._before[id(value)] = text, state, state[0]()
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same_state(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return all(_same(a[key], b[key]) for key in a)
+        return all(_same_state(a[key], b[key]) for key in a)
     if isinstance(a, tuple):
-        return all(map(_same, a, b))
+        return all(map(_same_state, a, b))
     return bool((a == b).all()) if hasattr(a, "__array__") else bool(a == b)
 
 

@@ -2,8 +2,8 @@
 
 :func:`groups_by_choice` and :func:`repeat` select the examples, and a group merges the results.
 There are two kinds of groups. A :class:`SubsetGroup` runs the user's functions on tracers: NOTE
-[active subsets] in ``bridge/control/subsets``. A ``batched.PhysicalBatch`` runs the graphs of a
-program on plain tensors: NOTE [batched bodies] in ``physical_batches``.
+[active subsets] in ``bridge/control/subsets``. A ``physical_batches.PhysicalBatch`` runs the graphs
+of a program on plain tensors: NOTE [batched bodies] in ``physical_batches``.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.transforms.control import in_torch
-from tsfunc.transforms.control import physical_batches as batched
+from tsfunc.transforms.control import in_torch, physical_batches
 from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
 from tsfunc.transforms.control.call_forms import (
     Batching,
@@ -358,7 +357,7 @@ class _SwitchCall:
             mask = values == i
             also = mask.any() & (first != i)
             over = functools.partial(self.over, i, level, mask, result)
-            result = cond(also, over, functools.partial(_same, result))
+            result = cond(also, over, lambda result=result: result)
         return result
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
@@ -391,9 +390,5 @@ class _SwitchInProgram(_SwitchCall):
     branches: tuple[Body, ...]
 
     def run_on_subsets(self, choice: BatchedChoice) -> Any:
-        results = batched.choice(self.branches, self.operands, choice)
+        results = physical_batches.choice(self.branches, self.operands, choice)
         return super().run_on_subsets(choice) if results is None else results
-
-
-def _same(result: Any) -> Any:
-    return result

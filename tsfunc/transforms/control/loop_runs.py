@@ -27,7 +27,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.checkpoint import run as run_checkpointed
-from tsfunc.transforms.control import physical_batches as batched
+from tsfunc.transforms.control import physical_batches
 from tsfunc.transforms.control.active import SubsetGroup, repeat
 from tsfunc.transforms.control.choice import (
     BatchedChoice,
@@ -406,7 +406,7 @@ class _LoopInProgram(Loop):
     ) -> tuple[Any, bool]:
         if limit is None:
             operands = (*carry, *self.rest)
-            carried = batched.run_known_loop(*self.bodies, len(carry), operands, choice)
+            carried = physical_batches.run_known_loop(*self.bodies, len(carry), operands, choice)
             if carried is not None:
                 return carried, True
         return super().run_on_subsets(carry, choice, limit)
