@@ -101,3 +101,57 @@ def test_assignments_outside_of_the_function_are_part_of_the_program() -> None:
         torch.testing.assert_close(program(x, ours), f(x, plain))
         assert ours.count == plain.count == 1
         torch.testing.assert_close(ours.latest, plain.latest)
+
+
+def test_containers_that_change_before_and_after_the_function_are_part_of_the_program() -> None:
+    sine = function_that(lambda cache, x: None)
+    factors = {"first": 2.0}
+
+    def f(x: Tensor, cache: Cache) -> Tensor:
+        cache.items.append(len(cache.items))
+        cache.named["before"] = cache.items[-1] * factors["first"]
+        out = sine.apply(x, Cache())
+        cache.named["after"] = cache.named.pop("before")
+        cache.items[0] = out
+        return out * factors["first"] + cache.named["after"]
+
+    program = tsfunc.specialize(f)
+    for start in (1.0, 2.0):
+        x, ours, plain = torch.full((3,), start), Cache(), Cache()
+        ours.items, plain.items = [7], [7]
+        torch.testing.assert_close(program(x, ours), f(x, plain))
+        torch.testing.assert_close(vars(ours), vars(plain))
+
+
+@pytest.mark.parametrize("change", ["items", "numbers", "named"])
+def test_the_error_names_the_container_that_the_function_changes(change: str) -> None:
+    """Its caller has changed others before."""
+    sine, other = function_that(CHANGES[change]), Cache()
+
+    def f(x: Tensor, cache: Cache) -> Tensor:
+        other.items.append(1)
+        other.named["a"] = x
+        cache.items, cache.named  # noqa: B018 - read before the function is called
+        return sine.apply(x, cache)
+
+    with pytest.raises(TypeCheckError, match=r"Sine changes cache\.(items|named)\. A program"):
+        specialize(f)(torch.ones(3), Cache())
+
+
+def test_a_function_may_read_the_numbers_of_a_container_that_vary() -> None:
+    options = {"scale": 1.0}
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * options["scale"]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient * options["scale"]
+
+    program = specialize(lambda x: Scaled.apply(x) + len(options))  # type: ignore[no-untyped-call]
+    for scale in (1.0, 2.5, -3.0, 4.0):
+        options["scale"] = scale
+        x = torch.ones(3)
+        torch.testing.assert_close(program(x), x * scale + 1)

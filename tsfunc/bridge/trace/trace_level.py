@@ -97,7 +97,7 @@ class TraceLevel(TracerLevel):
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
         on_lift: is called with each such tracer and tensor.
-        effects: returns the assignments that the function has made so far.
+        effects_from_now: returns a function that returns the function's assignments from now on.
         originals: the tensors that tracers of symbolic sizes are copies of, by their metadata.
         tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
@@ -112,9 +112,9 @@ class TraceLevel(TracerLevel):
     """
 
     __slots__ = (
-        "backward_passes", "bodies", "effects", "failing", "fake", "for_torch", "graph", "lifted",
-        "lines", "of_dtensors", "on_lift", "originals", "records", "repeated", "results", "sizes",
-        "symbols", "tensor_guards",
+        "backward_passes", "bodies", "effects_from_now", "failing", "fake", "for_torch", "graph",
+        "lifted", "lines", "of_dtensors", "on_lift", "originals", "records", "repeated", "results",
+        "sizes", "symbols", "tensor_guards",
     )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
@@ -134,7 +134,7 @@ class TraceLevel(TracerLevel):
         self.lines = UserLines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
-        self.effects: Callable[[], Sequence[Any]] = tuple
+        self.effects_from_now: Callable[[], Callable[[], Sequence[Any]]] = lambda: tuple
         self.bodies: list[TraceLevel] = []
         self.repeated = RepeatedCalls(self, self.bodies, self.results, TraceTracer, record_on_nodes)
         self.of_dtensors = False

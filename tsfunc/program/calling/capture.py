@@ -287,7 +287,7 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
         level.tensor_guards.attribute_of = self._attribute_of
-        level.on_lift, level.effects = self._give_members, self.instances.effects
+        level.on_lift, level.effects_from_now = self._give_members, self.instances.effects_from_now
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             argument = TracedArgument(
                 spec.position, spec.name, spec.example, tracer.value, spec.is_fixed

@@ -34,9 +34,11 @@ from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, NumberHi
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import Updates
 from tsfunc.program.closure.side_effects import (
+    ContainerChanges,
     SideEffect,
     TracedGenerators,
     changed_containers,
+    new_effects,
     updates_of,
 )
 from tsfunc.program.closure.watched_objects import STATE, WatchedObject
@@ -93,6 +95,7 @@ class Instances:
         self.builder = GuardBuilder(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
         )
+        self._containers = ContainerChanges(self.builder)
         self._instances: dict[int, WatchedObject] = {}
         self._watching = WatchedAttributes(self)
         self._undoing = undoing(self._watching.stop)
@@ -170,12 +173,22 @@ class Instances:
         """Pause the watching: reads in the block are not reads of the traced function."""
         return overriding(self, _paused=True)
 
-    def effects(self) -> list[SideEffect]:
-        """Return the assignments of the traced function so far."""
+    def effects_from_now(self) -> Callable[[], list[SideEffect]]:
+        """Return a function that returns the assignments of the traced function from now on."""
         with self.paused():
-            assigned = [each for each in self._instances.values() if each.lines]
-            changes = [change for each in assigned for change in each.changes()]
-            return [*changes, *changed_containers(self.builder), *self.others()]
+            before, contents = self._assigned(), self._containers.contents()
+
+        def made() -> list[SideEffect]:
+            with self.paused():
+                changes = self._containers.since(contents)
+                return [*new_effects(before, self._assigned()), *changes]
+
+        return made
+
+    def _assigned(self) -> list[SideEffect]:
+        """Return the assignments of the traced function to attributes and variables so far."""
+        assigned = [each for each in self._instances.values() if each.lines]
+        return [*(change for each in assigned for change in each.changes()), *self.others()]
 
     def restore(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""

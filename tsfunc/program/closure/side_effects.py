@@ -15,13 +15,15 @@ state counts only if the function's code refers to their modules. Calls of funct
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -34,7 +36,13 @@ from tsfunc.bridge.trace.data_dependence import remedies
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, TypeCheckError
-from tsfunc.program.closure.guard_builder import GuardBuilder, changed, is_namespace, restore
+from tsfunc.program.closure.guard_builder import (
+    ContainerSnapshot,
+    GuardBuilder,
+    changed,
+    is_namespace,
+    restore,
+)
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
     UnrepeatableValue,
@@ -88,43 +96,97 @@ class SideEffect:
 
 def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     """Yield the changes of containers whose elements the function has changed."""
-    for each in builder.containers:
-        if not changed(each, builder.numbers):
-            continue
-        namespace = is_namespace(each.value)
-        elements = vars(each.value) if namespace else each.value
-        # A copy, since `undo` restores the container itself.
-        after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
-        yield SideEffect(
-            each.source.text,
-            each.source,
-            each.value,
-            "vars({})" if namespace else "{}",
-            each.before,
-            after if isinstance(after, dict | set) else list(after),
-            undo=functools.partial(restore, each),
-            fills=True,
-        )
+    return (_filled(each) for each in builder.containers if changed(each, builder.numbers))
+
+
+def _elements(container: ContainerSnapshot) -> Any:
+    """Return the elements of a container; a namespace has those of its dict."""
+    value = container.value
+    return vars(value) if is_namespace(value) else value
+
+
+def _filled(container: ContainerSnapshot) -> SideEffect:
+    """Return the side effect of new elements in a container."""
+    elements = _elements(container)
+    # A copy, since `undo` restores the container itself.
+    after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
+    return SideEffect(
+        container.source.text,
+        container.source,
+        container.value,
+        "{}" if elements is container.value else "vars({})",
+        container.before,
+        after if isinstance(after, dict | set) else list(after),
+        undo=functools.partial(restore, container),
+        fills=True,
+    )
+
+
+class Contents(NamedTuple):
+    """The elements of containers, each with its own elements, or the keys and values of its dict.
+
+    Attributes:
+        containers: the number of containers.
+        lengths: the number of elements of each.
+        elements: the elements of all.
+    """
+
+    containers: int
+    lengths: list[int]
+    elements: list[Any]
+
+
+class ContainerChanges:
+    """Finds the containers whose elements a part of a trace changes.
+
+    A model has thousands of containers, so that all of them are read at once, in C.
+    """
+
+    def __init__(self, builder: GuardBuilder) -> None:
+        self._builder = builder
+        self._owners: list[ContainerSnapshot] = []
+        self._parts: list[Collection[Any]] = []
+        self._read = 0  # the number of containers among the owners
+
+    def contents(self, parts: int | None = None) -> Contents:
+        """Return the elements of the containers that the trace has read, or of the first parts."""
+        for each in self._builder.containers[self._read :]:
+            elements = _elements(each)
+            both = [elements, elements.values()] if isinstance(elements, dict) else [elements]
+            self._parts += both
+            self._owners += [each] * len(both)
+        self._read = len(self._builder.containers)
+        chosen = self._parts[:parts]
+        return Contents(self._read, [*map(len, chosen)], [*itertools.chain.from_iterable(chosen)])
+
+    def since(self, before: Contents) -> Iterator[SideEffect]:
+        """Yield the changes of containers since their elements were read."""
+        now = self.contents(len(before.lengths))
+        if now.lengths != before.lengths or not all(map(is_, now.elements, before.elements)):
+            seen, same = iter(now.elements), self._builder.numbers.is_same
+            earlier, found = iter(before.elements), {}
+            for owner, *lengths in zip(self._owners, now.lengths, before.lengths, strict=False):
+                pairs = [
+                    [*itertools.islice(elements, length)]
+                    for elements, length in zip((seen, earlier), lengths, strict=True)
+                ]
+                if lengths[0] != lengths[1] or not all(map(same, *pairs)):
+                    found[id(owner)] = owner
+            yield from map(_filled, found.values())
+        for each in self._builder.containers[before.containers :]:
+            if changed(each, self._builder.numbers):
+                yield _filled(each)
 
 
 def new_effects(before: Sequence[SideEffect], after: Sequence[SideEffect]) -> list[SideEffect]:
-    """Return the side effects that were not there before, or have other values now."""
+    """Return the assignments that were not there before, or have other values now."""
     known = {(id(each.owner), each.target): each for each in before}
 
     def is_new(effect: SideEffect) -> bool:
         earlier = known.get((id(effect.owner), effect.target))
-        return earlier is None or [*map(id, _parts(earlier))] != [*map(id, _parts(effect))]
+        return earlier is None or earlier.after is not effect.after
 
     return [effect for effect in after if is_new(effect)]
-
-
-def _parts(effect: SideEffect) -> Sequence[Any]:
-    """Return the value of a side effect, or the elements of the container that it fills."""
-    if not effect.fills:
-        return [effect.after]
-    if isinstance(effect.after, dict):
-        return [*effect.after.keys(), *effect.after.values()]
-    return [*effect.after]
 
 
 def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:

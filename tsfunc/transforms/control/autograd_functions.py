@@ -22,7 +22,7 @@ from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.closure.side_effects import SideEffect, new_effects
+from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.control_recording import as_traced, filled
@@ -193,9 +193,9 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         inputs[:] = [xs]
         return primal(*callee.filled((*xs, *sizes)))
 
-    before = trace.effects()
+    effects = trace.effects_from_now()
     body = TracedBody(trace, run, tensors)
-    _refuse_effects(callee.name, trace, new_effects(before, trace.effects()))
+    _refuse_effects(callee.name, trace, effects())
     dirty = _dirty(body.leaves, inputs[0])
     written = list(dirty.values())
     for i in written:
