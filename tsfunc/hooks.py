@@ -37,69 +37,75 @@ class Hook(Generic[F]):
 # --- pytrees, user_code
 
 unknown_class: Final[Hook[Callable[[type], bool]]] = Hook()
-"""``pytrees`` met a class that is not a container; True if the function has made it one
-(``bridge/tracers/containers.py``)."""
+"""Called by ``pytrees`` for a class that is not a container. A function returns True if it has made
+the class one. Added by ``bridge/tracers/containers.py``."""
 
 describe_arguments: Final[Hook[Callable[..., str]]] = Hook()
-"""``user_code`` needs the text of the tensors among pairs of names and arguments
-(``bridge/tracers/boundaries.py``)."""
+"""Called by ``user_code`` with pairs of names and arguments. The function returns the text of the
+tensors among them. Added by ``bridge/tracers/boundaries.py``."""
 
 # --- dispatch
 
 resolve_operators: Final[Hook[Callable[[Any], Sequence[Any] | None]]] = Hook()
-"""``table.py`` needs the operators that an object names; None for unknown objects
-(``bridge/tracers/operators.py``)."""
+"""Called by ``dispatch/table.py`` with an object that names operators. The function returns these
+operators, or None for an unknown object. Added by ``bridge/tracers/operators.py``."""
 
 choose_operator: Final[Hook[Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]]] = Hook()
-"""``table.py`` needs the operator that takes some arguments, among those that an object names; None
-for unknown objects (``bridge/tracers/operators.py``)."""
+"""Called by ``dispatch/table.py`` with an object that names operators, and arguments. The function
+returns the operator that takes the arguments, or None for an unknown object. Added by
+``bridge/tracers/operators.py``."""
 
 kernel_registered: Final[Hook[Callable[[Any, Any], None]]] = Hook()
-"""``table.py`` filled the cell of an operator and a key, or its row (the key is None)
-(``bridge/batch/batching_functions.py``)."""
+"""Called by ``dispatch/table.py`` with the operator and the key of a cell that was filled; the key
+of a catch-all kernel is None. Added by ``bridge/batch/batching_functions.py``."""
 
 capture_state: Final[Hook[Callable[[], Callable[[], AbstractContextManager[Any]]]]] = Hook()
-"""``state.py`` makes a level; the function returns one whose context manager restores the state of
-now (``dispatch.on_capture``)."""
+"""Called by ``dispatch/state.py`` when a level is made. The function returns one whose context
+manager restores the state of that moment. Added by ``dispatch.on_capture``."""
 
 # --- ops
 
 row_declared: Final[Hook[Callable[[Any], None]]] = Hook()
-"""``registry.py`` has a new row (``bridge/tracers/operators.py``,
-``bridge/batch/batching_functions.py``)."""
+"""Called by ``ops/registry.py`` with a new row. Added by ``bridge/tracers/operators.py`` and
+``bridge/batch/batching_functions.py``."""
 
 catalogue_reader: Final[Hook[Callable[[], Any]]] = Hook()
-"""The catalogue needs the schemas of all operators (``bridge/__init__.py``)."""
+"""Called by the catalogue. The function returns the reader of the schemas of all operators. Added
+by ``bridge/__init__.py``."""
 
 # --- bridge
 
 direct_rule_known: Final[Hook[Callable[[str, Any], None]]] = Hook()
-"""``tracers/operators.py`` has a new operator whose rule the dispatch handler calls directly
-(``tracers/batch_handlers.py``)."""
+"""Called by ``tracers/operators.py`` with a new operator whose rule the dispatch handler can call
+directly. Added by ``tracers/batch_handlers.py``."""
 
 outcome_of_check: Final[Hook[Callable[[Any], bool | None]]] = Hook()
-"""``tracers/batch_tracer.py`` reads a bool of a batch; the function returns the outcome of a test
-that raises for the other one, None for other tests (``tracers/checks.py``)."""
+"""Called by ``tracers/batch_tracer.py`` when a bool of a batch is read. The function returns the
+outcome with which the caller's test raises no error, or None for other tests. Added by
+``tracers/checks.py``."""
 
 before_drawing: Final[Hook[Callable[[Any, Any, Any], None]]] = Hook()
-"""``tracers/registrations.py`` calls a random operator that writes into a tensor that is not the
-level's; the arguments are the operator, the tensor and the level (``writing/writes.py``)."""
+"""Called by ``tracers/registrations.py`` with a random operator, the tensor that it writes into and
+the level, if the tensor is not the level's. Added by ``writing/writes.py``."""
 
 call_watched_for_nans: Final[Hook[Callable[[Callable[..., Any], Any, Any], Any]]] = Hook()
-"""``tracers/boundaries.py`` calls a function under ``config.debug_nans`` (``control/nans.py``)."""
+"""Called by ``tracers/boundaries.py`` with a function and its arguments under
+``config.debug_nans``. The function returns the result of the call. Added by ``control/nans.py``."""
 
 leave_dual_level: Final[Hook[Callable[[int], None]]] = Hook()
-"""``tracers/interrupts.py`` restores the state before a transform that failed; the argument is the
-index of torch's dual level, -1 for none (``grad/dual_level.py``)."""
+"""Called by ``tracers/interrupts.py`` with the index of torch's dual level, -1 for none, when it
+restores the state before a transform that failed. Added by ``grad/dual_level.py``."""
 
 transform_failed: Final[Hook[Callable[[], object]]] = Hook()
-"""``tracers/interrupts.py`` has restored the state before an outermost transform that failed
-(``writing/module_state.py``)."""
+"""Called by ``tracers/interrupts.py`` when it has restored the state before an outermost transform
+that failed. Added by ``writing/module_state.py``."""
 
 apply_seen_arguments: Final[Hook[Callable[[Any, tuple[Any, ...]], Any]]] = Hook()
-"""``grad/apply_hook.py`` applies an ``autograd.Function`` to arguments that are already as the
-current level sees them (``grad/custom_function.py``)."""
+"""Called by ``grad/apply_hook.py`` with an ``autograd.Function`` and arguments that are already as
+the current level sees them. The function returns the result. Added by
+``grad/custom_function.py``."""
 
 record_function: Final[Hook[Callable[[Any, Any, Sequence[Any]], Any]]] = Hook()
-"""``grad/custom_function.py`` records a call of an ``autograd.Function`` in a trace; the arguments
-are the class, the level and the arguments (``transforms/control/autograd_functions.py``)."""
+"""Called by ``grad/custom_function.py`` with an ``autograd.Function``, the level of a trace and the
+arguments. The function records the call and returns its result. Added by
+``transforms/control/autograd_functions.py``."""

@@ -164,7 +164,7 @@ def efficient_backward(
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 def flash(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``efficient``. The cuDNN form has a bias and one more flag."""
+    """Run the flash or cuDNN kernel on the merged batch; cuDNN's has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
     position = 3 if count == 3 else 5
     _refuse_dropout(op, level, args[position] if len(args) > position else 0.0)

@@ -70,7 +70,7 @@ def native_layer_norm(
 @row("aten::layer_norm")
 @checked
 def layer_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``native_layer_norm``, without the statistics."""
+    """Normalize the last dims of each example; the statistics are not returned."""
     x, bdim = args[0], bdims[0]
     weight = args[2] if len(args) > 2 else None
     bias = args[3] if len(args) > 3 else None
@@ -193,7 +193,7 @@ def fused_rms_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 def fused_rms_norm_backward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Like layer norm with a mean of zero."""
+    """Compute the gradients of ``fused_rms_norm`` as those of a layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args
     size = level.batch_size
     grad, x, rstd = batches_first((grad, x, rstd), (bdims[0], bdims[1], bdims[3]), size)

@@ -55,7 +55,7 @@ def same_layout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 
 @COPIES.row("aten::contiguous")
 def contiguous(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like clone, but it copies only if necessary."""
+    """Copy the batch into the memory format, unless each example has it."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
     if wanted not in _CHANNELS_LAST:
         return batch_to_front(args[0], bdims[0]).contiguous(), 0
@@ -87,7 +87,7 @@ def copy_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
 
 @COPIES.row("aten::copy")
 def copy(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like copy_, but the target may be unbatched."""
+    """Return the source in the shape and dtype of the target, which may be unbatched."""
     x, bdim = args[0], bdims[0]
     if bdim is None:
         x, bdim = expand_at(x, None, level.batch_size, 0), 0

@@ -46,7 +46,7 @@ def repeat(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 
 @row("aten::tile")
 def tile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like repeat, which requires one number for each dim."""
+    """Repeat each example, with the number 1 for the dims that have none."""
     times = [*[1] * (args[0].dim() - 1 - len(args[1])), *args[1]]
     return repeat(torch.ops.aten.repeat.default, level, bdims, (args[0], times), kwargs)
 

@@ -408,7 +408,7 @@ def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor
 
 @row("aten::rrelu")
 def rrelu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``rrelu_with_noise``, without the noise."""
+    """Apply a leaky ReLU with drawn slopes, which are not returned."""
     x, lower, upper, training = with_defaults(args[:4], None, 1 / 8, 1 / 3, False)
     bdim = bdims[0]
     if lower > upper:

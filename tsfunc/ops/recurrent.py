@@ -193,7 +193,7 @@ def fused_lstm_cell_backward(
 def fused_gru_cell_backward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Like the LSTM cell, with two biases, one for each part of the gates."""
+    """Run the backward kernel of a GRU cell; each part of its gates has a bias."""
     size = level.batch_size
     tensors = [
         expand_to_front(v, bdim, size).flatten(0, 1).contiguous()

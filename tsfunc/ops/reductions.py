@@ -170,7 +170,7 @@ def median(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 
 @row("aten::nanmedian")
 def nanmedian(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like median."""
+    """Take the median of each example's elements, and ignore NaN."""
     x = flatten_examples(args[0], bdims[0])
     return _with_shared_gradient(x, torch.nanmedian(x, 1).values), 0
 
@@ -223,7 +223,7 @@ def renorm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 
 @row("aten::renorm_")
 def renorm_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like renorm; the result is copied into the argument."""
+    """Bound the norms of the slices of each example, and copy the result into the argument."""
     if bdims[0] is None:
         refuse_inplace(op)
     x, *rest = args

@@ -61,9 +61,9 @@ def scaled_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
 @row("aten::_scaled_mm_v2")
 @checked
 def scaled_mm_v2(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``scaled_mm``, with lists of scales.
+    """Multiply scaled matrices whose scales are lists, of one scale per tensor or per row each.
 
-    The rule covers only one scale per tensor or per row.
+    Lists of more scales are left to the fallback.
     """
     x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = with_defaults(
         args, *[None] * 10, (), False

@@ -53,7 +53,7 @@ def sort(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
 @row("aten::sort.stable", "aten::argsort.stable")
 def sort_stable(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """The same, where ``dim`` is a keyword argument."""
+    """Sort each example along ``dim``, which is a keyword argument of these overloads."""
     x, dim, alone = _line(args[0], bdims[0], kwargs.get("dim", -1))
     out = op(x, **{**kwargs, "dim": dim})
     return (_without_dim(out) if alone else out), bdims[0]

@@ -167,7 +167,7 @@ def masked_fill_scalar_inplace(
 def masked_fill_tensor_inplace(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Like the scalar overload, except that a batched value is filled by ``where``."""
+    """Fill masked elements with the value of a tensor; one value for each example by ``where``."""
     if bdims[2] is None:
         return masked_fill_scalar_inplace(op, level, bdims, args, kwargs)
     x, bdim = args[0], bdims[0]

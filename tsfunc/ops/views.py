@@ -187,7 +187,7 @@ def squeeze_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 @VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 @shifted(Shift.SAME, Shift.DIMS)
 def squeeze_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``squeeze_dim``, for several dims."""
+    """Remove several dims of size 1 from each example."""
     x, bdim = args[0], bdims[0]
     rank = x.dim() - 1
     if rank == 0:
@@ -310,7 +310,7 @@ def as_strided(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
 def as_strided_scatter(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Like as_strided. An unbatched target is copied for each example."""
+    """Scatter into a strided view of each example; an unbatched target is copied for each."""
     x, source, sizes, strides, offset = with_defaults(args, None, None, None, None, None)
     bdim = bdims[0]
     if bdim is not None and level.batch_size and x.stride(bdim) == 0:

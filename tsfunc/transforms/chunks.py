@@ -93,7 +93,7 @@ def chunk_sizes_for(
 def chunk_sizes_for_group(
     spec: Spec, flat: Sequence[Any], group: torch.Tensor
 ) -> ChunkSizes | None:
-    """Same as :func:`chunk_sizes_for`, for a group of examples of equal size; keeps no model."""
+    """Return the chunk sizes for examples of equal size, without a model for later calls."""
     size = len(group)
     if spec.chunk_size != "auto":
         return FixedSize(spec.chunk_size) if spec.chunk_size is not None else None

@@ -280,7 +280,7 @@ def _by_rows(
     func: Callable[[Any], Any], x: torch.Tensor, pairs: torch.Tensor, chosen: dict[int, int],
     chunk_size: int | None,
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
-    """Same as :func:`_by_columns`, from the products of the seeds with the Jacobian."""
+    """Return the output's shape and the Jacobian's entries, from the seeds' products with it."""
     out, pull = vjp(func, x)
     if not chosen:
         return out.shape, out.new_zeros(0)

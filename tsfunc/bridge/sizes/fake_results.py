@@ -556,7 +556,7 @@ def _of_fixed_sizes(result: _Result, source: torch.Tensor | None) -> torch.Tenso
 
 
 def _of_symbolic_sizes(result: _Result, source: torch.Tensor | None) -> torch.Tensor:
-    """Do the same for symbolic sizes.
+    """Return a meta tensor with the symbolic sizes of a result; ``source`` has its storage.
 
     A new storage has the size of the call, because torch is slow to compute a symbolic one.
     """

@@ -93,9 +93,9 @@ class Form:
         return self.arguments_in((*args, *kwargs.values()))
 
     def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]] | None:
-        """Do the same for packed arguments, followed by the values of keyword arguments.
+        """Return packed arguments, followed by those of keywords, in the schema's order.
 
-        The values may be those inside of tracers.
+        The arguments may be the values inside of tracers. None if the call has another form.
         """
         defaults = self.defaults
         given = (*given, *defaults)

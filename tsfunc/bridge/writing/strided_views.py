@@ -36,13 +36,13 @@ def _as_strided(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _as_strided_in_place(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``as_strided``; the tensor becomes the view."""
+    """Make the tensor the view, unless the view has another meaning than for one example."""
     _check(*args, **kwargs)
     return reshape_in_place(func, types, args, kwargs)
 
 
 def _scatter(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``as_strided``, with the source as the second argument."""
+    """Refuse a scatter into a view with another meaning than for one example; torch is next."""
     if not in_backward_formula():
         x, *rest = args
         positional = rest if "src" in kwargs else rest[1:]

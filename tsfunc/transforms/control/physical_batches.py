@@ -216,7 +216,7 @@ def run_batched_loop(
     batch: PhysicalBatch,
     active: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor] | None:
-    """Same as ``run_known_loop`` for physical operands; calls the condition without ``active``."""
+    """Run a loop of known length on physical operands; without ``active``, call its condition."""
     batch = batch.with_batched(carried)
     function, own = body.with_own_carry(tuple(batch.operands))
     ask, step = batch.vmapped(condition), batch.vmapped(body, function)
@@ -263,7 +263,7 @@ def choice(
 def run_batched_choice(
     branches: Sequence[Body], batch: PhysicalBatch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
-    """Same as ``choice`` for physical operands."""
+    """Run the branches that the examples choose on physical operands, and join the results."""
     numbers = numbers_in(index)
     every = [batch.vmapped(branches[i]) for i in numbers]
     if any(writes(node) for i in numbers for node in branches[i].graph.nodes):

@@ -462,7 +462,7 @@ def associative_scan(
 def _associative_scan_again(
     op: AssociativeScan, along: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Same as ``_scan_again`` for an associative scan."""
+    """Run an associative scan again, as ``associative_scan`` of its body."""
     (body,) = op.bodies
 
     def combine(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, ...]:
