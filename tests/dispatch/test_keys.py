@@ -88,7 +88,7 @@ def test_a_key_is_itself_when_copied_or_pickled() -> None:
 
 
 def test_an_unknown_key_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(DispatchError, match=r"get\('Btach'\): no such key; there are .*Batch, "):
+    with pytest.raises(DispatchError, match=r"get: expected .*Batch, .*got 'Btach'"):
         DispatchKey.get("Btach")
 
 

@@ -272,7 +272,7 @@ def test_arguments_that_are_not_differentiated_by_name() -> None:
     g = custom_jvp(lambda f, x: f(x), nondiff_argnums=0)
     g.defjvp(lambda f, primals, tangents: (f(*primals), 7 * tangents[0]))
     assert grad(lambda x: g(torch.sin, x))(torch.tensor(2.0)) == 7
-    with pytest.raises(ValueError, match="has no parameter 'n', which nondiff_argnames"):
+    with pytest.raises(ValueError, match=r"nondiff_argnames: expected names .*, got 'n'"):
         custom_vjp(lambda x: x, nondiff_argnames=["n"])
 
 

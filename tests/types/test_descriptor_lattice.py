@@ -367,7 +367,7 @@ class TestSplit:
     ("make", "message"),
     [
         (lambda: Descriptors([1]), r"expected a dict of parameter name to descriptor, got \[1\]"),  # type: ignore[arg-type]
-        (lambda: Descriptors({"1x": int}), r"'1x' is not the name of a parameter"),
+        (lambda: Descriptors({"1x": int}), r"expected names of parameters, got '1x'"),
         (
             lambda: Descriptors.parse("x f32[n]"),
             r"expected a descriptor of a parameter, .*got 'x f32\[n\]'",
@@ -375,7 +375,7 @@ class TestSplit:
         (lambda: Descriptors.parse("x: int, x: int"), r"describes 'x' twice"),
         (lambda: Descriptors.parse("x: f32[n"), r"expected '\]' after the dims"),
         (infer_descriptors, "expected at least one example, got none"),
-        (lambda: infer_descriptors([1]), r"an example is a dict .* got \[1\] of type list"),  # type: ignore[arg-type]
+        (lambda: infer_descriptors([1]), r"each example to be a dict .* got \[1\] of type list"),  # type: ignore[arg-type]
         (lambda: MetaTensorType().join(3), r"expected a MetaTensorType, got 3 of type int"),  # type: ignore[arg-type]
     ],
 )

@@ -217,7 +217,7 @@ def test_str_reads_back(written: object, text: str) -> None:
         ("Tuple[int, ..., str]", r"expected '\]' after \.\.\."),
         (
             f"{__name__}.State(weight: int)",
-            r"State has the fields \['weight', 'step'\], got",
+            r"State: expected its fields \['weight', 'step'\], got",
         ),
         ("nowhere.Class", "neither a word of the grammar nor a class"),
         (str(Value(torch.ones(2))), "is not a valid descriptor"),

@@ -80,7 +80,7 @@ def test_parse_dim(spec: object, form: object) -> None:
         (-1, r"expected a size of 0 or more, got -1; write None"),
         ("3 - 5", r"expected a size of 0 or more, got -2"),
         ("4 // 0", r"'4 // 0' divides by zero"),
-        (True, r"a dim is a non-negative int, .* got True of type bool"),
+        (True, r"a dim: expected a non-negative int, .* got True of type bool"),
         (2.0, r"got 2\.0 of type float"),
         ("", r"'' is neither a name nor an expression; write a Python identifier"),
         ("2n", r"'2n' is neither a name nor an expression"),

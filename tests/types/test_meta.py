@@ -140,7 +140,7 @@ def test_of_describes_everything() -> None:
     assert meta == MetaTensorType(
         torch.float16, 3, [2, 0, 3], "cpu", requires_grad=True, layout=torch.strided
     )
-    with pytest.raises(DescriptorError, match=r"describes a torch\.Tensor, got 3 of type int"):
+    with pytest.raises(DescriptorError, match=r"expected a torch\.Tensor, got 3 of type int"):
         MetaTensorType.of(3)  # type: ignore[arg-type]
 
 

@@ -151,8 +151,8 @@ class DispatchKey:
         key = cls._by_name.get(name)
         if key is None:
             raise DispatchError(
-                f"DispatchKey.get({name!r}): no such key; there are "
-                f"{', '.join(k.name for k in cls.all())}."
+                f"DispatchKey.get: expected the name of a key, one of "
+                f"{', '.join(k.name for k in cls.all())}, got {name!r}."
             )
         return key
 

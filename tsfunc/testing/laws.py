@@ -400,14 +400,14 @@ def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None)
     want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:
         raise _BrokenLaw(
-            f"{what} differ in structure: {pytrees.structure_text(got_tree)}, expected "
-            f"{pytrees.structure_text(want_tree)}"
+            f"{what} differ in structure: expected {pytrees.structure_text(want_tree)}, got "
+            f"{pytrees.structure_text(got_tree)}"
         )
     paths = optree.tree_paths(want, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):
         if not isinstance(b, torch.Tensor):
             if a != b:
-                raise _BrokenLaw(f"{what} differ at {path}: {a!r}, expected {b!r}")
+                raise _BrokenLaw(f"{what} differ at {path}: expected {b!r}, got {a!r}")
             continue
         try:
             torch.testing.assert_close(

@@ -444,7 +444,9 @@ def _axis(label: str, leaf: torch.Tensor, axis: int, new: int) -> int:
     """Return a dim counted from the front, among the tensor's dims and ``new`` more."""
     rank = leaf.dim() + new
     if not -rank <= axis < rank:
-        raise ValueError(f"{label}: a tensor of shape {tuple(leaf.shape)} has no dim {axis}.")
+        raise ValueError(
+            f"{label}: expected a dim of a tensor of shape {tuple(leaf.shape)}, got {axis}."
+        )
     return axis % rank
 
 

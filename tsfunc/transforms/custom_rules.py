@@ -355,8 +355,8 @@ class Rule(Generic[Result]):
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"{self.label}: {self.name} has no parameter {name!r}, which nondiff_argnames "
-                    f"names; its parameters are {', '.join(known) or 'not known'}."
+                    f"{self.label}: nondiff_argnames: expected names of parameters of {self.name} "
+                    f"({', '.join(known) or 'not known'}), got {name!r}."
                 )
         positions = {*numbers, *(known.index(name) for name in names)}
         self.nondiff_argnums = tuple(sorted(positions))

@@ -288,8 +288,8 @@ class Specialized(Generic[_Params, _Result]):
         names = by_position(self.target.signature.parameters)
         if len(descriptors) > len(names):
             raise DescriptorError(
-                f"specialize({self.name}): lower() got {len(descriptors)} descriptors by position, "
-                f"and the function has {len(names)} such parameter(s): {', '.join(names)}"
+                f"specialize({self.name}): lower: expected at most {len(names)} descriptors by "
+                f"position, for {', '.join(names) or 'no parameter'}, got {len(descriptors)}."
             )
         return [dict(zip(names, descriptors, strict=False))]
 

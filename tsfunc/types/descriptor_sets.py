@@ -63,7 +63,7 @@ class Descriptors(Mapping[str, Descriptor]):
             )
         for name in described:
             if not isinstance(name, str) or not name.isidentifier():
-                raise DescriptorError(f"Descriptors: {name!r} is not the name of a parameter")
+                raise DescriptorError(f"Descriptors: expected names of parameters, got {name!r}")
         self._described = {name: as_descriptor(each, name) for name, each in described.items()}
 
     def __getitem__(self, name: str) -> Descriptor:
@@ -288,8 +288,8 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
 def _of_example(example: Any) -> Descriptors:
     if not isinstance(example, Mapping):
         raise DescriptorError(
-            f"infer_descriptors: an example is a dict of parameter name to value, got {example!r} "
-            f"of type {type(example).__name__}"
+            f"infer_descriptors: expected each example to be a dict of parameter name to value, "
+            f"got {example!r} of type {type(example).__name__}"
         )
     return Descriptors({name: descriptor_of(value) for name, value in example.items()})
 

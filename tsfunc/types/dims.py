@@ -259,7 +259,7 @@ def parse_dim(spec: object) -> DimForm:
     if isinstance(spec, int) and not isinstance(spec, bool):
         return _size(spec)
     raise DescriptorError(
-        "a dim is a non-negative int, a name, an expression, a Dim, or None for unknown; "
+        "a dim: expected a non-negative int, a name, an expression, a Dim, or None for unknown, "
         f"got {spec!r} of type {type(spec).__name__}"
     )
 

@@ -112,7 +112,7 @@ class MetaTensorType:
         """
         if not isinstance(tensor, torch.Tensor):
             raise DescriptorError(
-                f"MetaTensorType.of(tensor) describes a torch.Tensor, got {tensor!r} of type "
+                f"MetaTensorType.of: expected a torch.Tensor, got {tensor!r} of type "
                 f"{type(tensor).__name__}"
             )
         return cls(

@@ -311,7 +311,9 @@ class _Reader:
         if names is None:
             return TSPytree(cls, entries, children)
         if entries != names:
-            raise self.error(f"{cls.__name__} has the fields {list(names)}, got {list(entries)}")
+            raise self.error(
+                f"{cls.__name__}: expected its fields {list(names)}, got {list(entries)}"
+            )
         return TSPytree(cls, tuple(range(len(names))), children)
 
     def entry(self) -> Any:

@@ -178,7 +178,7 @@ def test_values_that_can_not_be_scanned_are_refused() -> None:
         scan(step, 0, (torch.ones(2), torch.ones(3)))
     with pytest.raises(ValueError, match=r"got \[2, 3\]: 2 in xs, 3 in length\."):
         scan(step, 0, torch.ones(2), length=3)
-    with pytest.raises(ValueError, match=r"shape \(\) has no dim 0"):
+    with pytest.raises(ValueError, match=r"shape \(\), got 0"):
         scan(step, 0, torch.ones(()))
     with pytest.raises(TypeError, match="expected tensors to go along, got float"):
         scan(step, 0, 1.5)

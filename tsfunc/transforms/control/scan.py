@@ -281,7 +281,7 @@ def _length(
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{label}: a tensor of shape {tuple(leaf.shape)} has no dim {dim} to go along."
+                f"{label}: expected a dim of a tensor of shape {tuple(leaf.shape)}, got {dim}."
             )
         sizes.append(leaf.shape[dim])
     if length is not None:
