@@ -90,7 +90,8 @@ def test_drawn_operators_of_the_database(request: pytest.FixtureRequest) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(op_db), 50))
 def test_operators_of_the_database(first: int) -> None:
-    assert compare_all(op_db[first : first + 50], DTYPES, most=3) > 50
+    block = op_db[first : first + 50]  # the last block is smaller
+    assert compare_all(block, DTYPES, most=3) > len(block)
 
 
 def layout(rng: random.Random, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
