@@ -202,7 +202,7 @@ def flatten_tensors(
                 f"must be Tensor, got {type(leaf)}.{named}{advice}"
             )
         if names is not None:
-            autograd.check_differentiable(leaf, lambda i=i: names()[i])  # type: ignore[misc]
+            autograd.check_differentiable(leaf, names, i)
     return all_as_seen_by_current_level(leaves), spec
 
 

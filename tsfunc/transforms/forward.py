@@ -181,7 +181,7 @@ def _match(
                 )
     names = names_of_selected(func, primals, tuple(range(len(primals))))
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
-        autograd.check_differentiable(x, lambda i=i: names()[i])  # type: ignore[misc]
+        autograd.check_differentiable(x, names, i)
         if not same_sizes(x, t) or x.dtype != t.dtype:
             raise RuntimeError(
                 f"{api}: the tangent of {names()[i]}: expected {x.dtype} of shape "

@@ -57,13 +57,15 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def check_differentiable(value: torch.Tensor, name: Callable[[], str]) -> None:
-    """Raise if a tensor has no derivatives; ``name`` returns the user's spelling of it."""
+def check_differentiable(
+    value: torch.Tensor, names: Callable[[], Sequence[str]], index: int = 0
+) -> None:
+    """Raise if a tensor has no derivatives; its name in the user's spelling is at an index."""
     if not is_differentiable(value):
         raise RuntimeError(
-            f"{name()} of {value.dtype} can't be differentiated by: only Tensors of floating point "
-            f"and complex dtype can require gradients. Convert it (x.float()), or choose other "
-            f"arguments with argnums."
+            f"{names()[index]} of {value.dtype} can't be differentiated by: only Tensors of "
+            f"floating point and complex dtype can require gradients. Convert it (x.float()), or "
+            f"choose other arguments with argnums."
         )
 
 
@@ -75,7 +77,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     Raises:
         RuntimeError: the tensor's dtype is neither floating point nor complex.
     """
-    check_differentiable(value, lambda: "a tensor")
+    check_differentiable(value, lambda: ["a tensor"])
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
         if lifted.requires_grad and in_backward_pass() and not _counts(lifted):

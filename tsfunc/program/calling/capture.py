@@ -453,9 +453,8 @@ class _Trace:
     def _shared_memory(self) -> list[TraceGuard]:
         """Guard the arguments that share memory, if a body of control flow writes into one."""
         positions = [spec.position for spec in self.request.inputs]
-        if not self.level.tensor_guards.of_memory or len(positions) < 2:
-            return []
-        return [SharedMemory.of(self.request.flat, positions)]
+        may_share = self.level.tensor_guards.of_memory and len(positions) > 1
+        return [SharedMemory.of(self.request.flat, positions)] if may_share else []
 
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""
@@ -579,9 +578,8 @@ def _size_nodes(
     for position, i, expression, name in solving_order(inputs, nodes):
         if name is not None and name in named_dims:
             size = size_node(level.graph, tensors[position].node, i)
-            nodes[name] = _mark_number(
-                solved_node(level.graph, size, expression.text, name, nodes), name
-            )
+            solved = solved_node(level.graph, size, expression.text, name, nodes)
+            nodes[name] = _mark_number(solved, name)
     return nodes
 
 

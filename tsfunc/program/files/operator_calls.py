@@ -111,7 +111,7 @@ def _type_of(type_: str) -> ValueType:
 
 
 def type_of_item(of: ValueType, index: int) -> ValueType | None:
-    """Return the type of an item of several values; None if there is no item of this index."""
+    """Return the type of an item of several values; None if the index is out of range."""
     if isinstance(of, list):
         return of[0] if index >= 0 else None
     return of[index] if isinstance(of, tuple) and 0 <= index < len(of) else None
