@@ -53,7 +53,9 @@ class TestLower:
         x = torch.randn(4, 3)
         torch.testing.assert_close(f(x), f.func(x))
         assert f.cache_info().misses == 0
-        with pytest.raises(DescriptorError, match=r"Linear\): lower: expected at most 1 .*, for input, got 2"):
+        with pytest.raises(
+            DescriptorError, match=r"Linear\): lower: expected at most 1 .*, for input, got 2"
+        ):
             f.lower(Meta([3]), Meta([3]))
 
     def test_the_descriptors_that_it_was_specialized_with(self) -> None:
