@@ -73,17 +73,17 @@ def abstract_results(label: str, func: Callable[..., Any], args: Args, kwargs: K
         args, kwargs: the arguments of ``func``; a :class:`MetaTensorType` stands for a tensor.
     """
     flat, tree = pytrees.flatten((tuple(args), dict(kwargs)))
-    examples = [_example(label, leaf) for leaf in flat]
+    samples = [_sample(label, leaf) for leaf in flat]
     trace = current_trace()
     if trace is not None:
         # A temporary graph replaces the trace's graph and records the operators that the function
         # calls.
         body = BodyLevel(trace, HiddenVmaps())
         with in_body(body):
-            args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in examples])
+            args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in samples])
             return pytrees.tree_map(_abstract, func(*args, **kwargs))
     return pytrees.tree_map(
-        _abstract, abstract_eval(_request(label, name_of(func), func, examples, tree))
+        _abstract, abstract_eval(_request(label, name_of(func), func, samples, tree))
     )
 
 
@@ -129,13 +129,13 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
         name = name_of(func)
         flat, tree = pytrees.flatten((args, kwargs))
         label = f"make_graph({name})"
-        examples = [_example(label, leaf) for leaf in flat]
-        return capture(_request(label, name, func, examples, tree))
+        samples = [_sample(label, leaf) for leaf in flat]
+        return capture(_request(label, name, func, samples, tree))
 
     return traced
 
 
-def _example(label: str, leaf: Any) -> Any:
+def _sample(label: str, leaf: Any) -> Any:
     """Return a placeholder tensor for a description; return other leaves unchanged."""
     if not isinstance(leaf, MetaTensorType):
         return leaf
@@ -149,15 +149,15 @@ def _example(label: str, leaf: Any) -> Any:
 
 
 def _request(
-    label: str, name: str, func: Callable[..., Any], examples: list[Any], tree: PyTreeSpec
+    label: str, name: str, func: Callable[..., Any], samples: list[Any], tree: PyTreeSpec
 ) -> TraceRequest:
     """Return the request of a trace for inputs of fixed sizes."""
     inputs = [
-        InputSpec(i, f"x{i}", example, tuple(example.shape))
-        for i, example in enumerate(examples)
-        if isinstance(example, torch.Tensor)
+        InputSpec(i, f"x{i}", sample, tuple(sample.shape))
+        for i, sample in enumerate(samples)
+        if isinstance(sample, torch.Tensor)
     ]
-    return TraceRequest(label, name, func, examples, tree, inputs)
+    return TraceRequest(label, name, func, samples, tree, inputs)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -157,8 +157,8 @@ def as_fake(fake: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> t
     attributes = known.get(device)
     if attributes is None:
         with in_kernel_invocation_manager(fake):
-            example = FakeTensor(fake, torch.empty(0, device=_META), device)
-        attributes = known[device] = dict(example.__dict__)
+            sample = FakeTensor(fake, torch.empty(0, device=_META), device)
+        attributes = known[device] = dict(sample.__dict__)
     made = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )

@@ -52,18 +52,18 @@ def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
 
 
 def _fitted(
-    examples: Sequence[torch.Tensor],
+    samples: Sequence[torch.Tensor],
     points: Sequence[Mapping[Any, int]],
     atoms: Sequence[Any],
     fake: FakeTensorMode,
 ) -> torch.Tensor | None:
-    """Return a fake tensor that matches each example at its sizes, or None."""
-    first = examples[0]
-    if any(not isinstance(x, torch.Tensor) or x.dim() != first.dim() for x in examples):
+    """Return a fake tensor that matches each sample at its sizes, or None."""
+    first = samples[0]
+    if any(not isinstance(x, torch.Tensor) or x.dim() != first.dim() for x in samples):
         return None
     shape = []
     for dim in range(first.dim()):
-        size = _expression([int(x.shape[dim]) for x in examples], points, atoms)
+        size = _expression([int(x.shape[dim]) for x in samples], points, atoms)
         if size is None:
             return None
         shape.append(size)

@@ -10,7 +10,7 @@ operand, or the length of the loop. :class:`PrepareLoops` ensures both.
 NOTE [compiled code on disk]
 torch keeps the code that Inductor made in a directory (``TORCHINDUCTOR_CACHE_DIR``), and finds it
 by the graph and the settings, in later processes too. It does so only if a tracing context has the
-``ShapeEnv`` of the example inputs, which are therefore fake tensors. Two kinds of graphs are
+``ShapeEnv`` of the sample inputs, which are therefore fake tensors. Two kinds of graphs are
 compiled without such a context. In a graph with an exchange between ranks, a decomposition of this
 package replaces the exchange by that of a rank, and torch's key does not contain decompositions.
 The other kind is a graph that computes numbers (NOTE [loops in Inductor]).
@@ -47,7 +47,7 @@ class CompilerFailed(Exception):
 
 def inductor(
     module: torch.fx.GraphModule,
-    examples: Sequence[torch.Tensor],
+    samples: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Any:
     """Compile a graph with Inductor, with torch's own random numbers, as in eager mode.
@@ -74,21 +74,21 @@ def inductor(
         table = {**select_decomp_table(), **decompositions}
     compiler = functools.partial(compile_fx, config_patches=patches, decompositions=table)
     if _has_numbers(module) or table is not None:
-        return _compiled(compiler, module, examples)
-    mode, fakes = _as_fakes(examples)
+        return _compiled(compiler, module, samples)
+    mode, fakes = _as_fakes(samples)
     with tracing(TracingContext(mode)):
         return _compiled(compiler, module, fakes)
 
 
-def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+def _compiled(backend: Any, module: torch.fx.GraphModule, samples: Sequence[torch.Tensor]) -> Any:
     """Return the result of a torch backend for a module."""
     if _has_numbers(module):
-        examples = _with_numbers(examples)
+        samples = _with_numbers(samples)
     elif any(_has_symbolic_sizes(node.meta.get("val")) for node in _every_node(module)):
-        _, examples = _as_fakes(examples)
+        _, samples = _as_fakes(samples)
     try:
         with copied_views(), while_torch_traces():
-            return backend(module, list(examples))
+            return backend(module, list(samples))
     except Exception as error:
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             problem = f"torch {torch.__version__} branches on a size or number that data determine"
@@ -123,24 +123,24 @@ def _has_symbolic_sizes(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
-def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return fake examples for a graph that computes numbers, with symbols for these."""
-    mode, fakes = _as_fakes(examples)
+def _with_numbers(samples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return fake samples for a graph that computes numbers, with symbols for these."""
+    mode, fakes = _as_fakes(samples)
     env = mode.shape_env
     assert env is not None
     env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
     return fakes
 
 
-def _as_fakes(examples: Sequence[torch.Tensor]) -> tuple[FakeTensorMode, Sequence[torch.Tensor]]:
-    """Return fake examples, with the given ones' symbols or with fixed sizes, and their mode."""
+def _as_fakes(samples: Sequence[torch.Tensor]) -> tuple[FakeTensorMode, Sequence[torch.Tensor]]:
+    """Return fake samples, with the given ones' symbols or with fixed sizes, and their mode."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
+    mode = next((x.fake_mode for x in samples if isinstance(x, FakeTensor)), None)
     if mode is None:
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        examples = [mode.from_tensor(x, static_shapes=True) for x in examples]
-    return mode, examples
+        samples = [mode.from_tensor(x, static_shapes=True) for x in samples]
+    return mode, samples
 
 
 def find_backend(name: str) -> Backend:

@@ -137,7 +137,7 @@ class BackwardPasses:
     def _argument_of(self, owner: torch.Tensor) -> TraceTracer | None:
         """Return the tracer of a tensor that is an argument, or None."""
         known = self.level.tensor_guards.arguments
-        return next((tracer for tracer, each in known if each.example is owner), None)
+        return next((tracer for tracer, each in known if each.sample is owner), None)
 
     def changed(self) -> Iterator[GradSlot]:
         """Yield each ``.grad`` that the function has replaced."""
@@ -164,7 +164,7 @@ class BackwardPasses:
         """Return the tensor from outside that a tracer stands for, or None."""
         argument = self.level.tensor_guards.argument(tracer)
         if argument is not None:
-            return argument.example
+            return argument.sample
         return next((x for x, known in self.level.lifted.values() if known is tracer), None)
 
 

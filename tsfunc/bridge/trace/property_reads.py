@@ -34,7 +34,7 @@ def _is_leaf(guards: TensorGuards, value: Any) -> bool:
     guards.of_grad = True
     if not value.tracks:
         return True
-    if argument is None or not argument.example.requires_grad:  # computed, or written in place
+    if argument is None or not argument.sample.requires_grad:  # computed, or written in place
         return False
     return bool(guards.guard(argument, "{}.is_leaf"))
 
@@ -46,7 +46,7 @@ def _grad_fn(guards: TensorGuards, value: Any) -> Any:
     guards.of_grad = True
     if value.tracks and not (
         argument is not None
-        and argument.example.requires_grad
+        and argument.sample.requires_grad
         and guards.guard(argument, "{}.grad_fn is None")
     ):
         guards.refuse(
@@ -135,7 +135,7 @@ def _grad(guards: TensorGuards, value: Any) -> Any:
     argument, passes = guards.argument(value), value.dispatch_level.backward_passes
     if argument is None or passes is None:
         return without_handlers(_GRAD, value)
-    return passes.get(argument.example)
+    return passes.get(argument.sample)
 
 
 def _set_grad(guards: TensorGuards, value: Any) -> Any:

@@ -22,12 +22,12 @@ class FakeRerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:
-        example: a fake tensor of the trace, for its symbols, or None.
+        sample: a fake tensor of the trace, for its symbols, or None.
     """
 
-    def __init__(self, example: Any) -> None:
-        known = isinstance(example, FakeTensor)
-        self._mode = example.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
+    def __init__(self, sample: Any) -> None:
+        known = isinstance(sample, FakeTensor)
+        self._mode = sample.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
 
     def assume(self, constraints: Sequence[str]) -> None:
         """Assume constraints on named dims, and about numbers among the arguments."""

@@ -90,30 +90,30 @@ def is_tensor_of(value: Any, cls: type) -> bool:
     return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
-def quick_check(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool] | None:
-    """Return a function that is True only for tensors with the same properties as the examples.
+def quick_check(samples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool] | None:
+    """Return a function that is True only for tensors with the same properties as the samples.
 
     The function may be False for tensors that do match, such as tensors of another class. Such
     tensors need a full check.
 
     Args:
-        examples: tensors with their sizes and strides.
+        samples: tensors with their sizes and strides.
 
     Returns:
-        The function, which takes a list or tuple of as many tensors as there are examples; None
-        without examples, or if an example is not a plain strided tensor.
+        The function, which takes a list or tuple of as many tensors as there are samples; None
+        without samples, or if a sample is not a plain strided tensor.
     """
-    if not examples or any(
-        type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in examples
+    if not samples or any(
+        type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in samples
     ):
         return None
     with torch_state.outside_all_transforms():
         if _handlers is not None:
-            return _handlers.tensor_check(tuple(examples))
+            return _handlers.tensor_check(tuple(samples))
         # torch's annotation is one list for all tensors; the function takes a list of lists.
-        sizes: Any = [list(x.shape) for x in examples]
-        strides: Any = [list(x.stride()) for x in examples]
-        guards = TensorChecks(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        sizes: Any = [list(x.shape) for x in samples]
+        strides: Any = [list(x.stride()) for x in samples]
+        guards = TensorChecks(*samples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
     return lambda tensors: check(*tensors)
 
@@ -196,14 +196,14 @@ class TracedArgument:
     Attributes:
         position: the index of the flattened argument.
         name: its name in the program.
-        example: the tensor of the call.
+        sample: the tensor of the call.
         value: the fake tensor in its place.
         is_fixed: True if all of its sizes are ints.
     """
 
     position: int
     name: str
-    example: torch.Tensor
+    sample: torch.Tensor
     value: torch.Tensor
     is_fixed: bool
 
@@ -259,7 +259,7 @@ class TensorGuards:
         if key not in self.property_guards:
             answer = reader_of(fact)
             assert answer is not None
-            self.property_guards[key] = PropertyGuard(*key, answer(argument.example))
+            self.property_guards[key] = PropertyGuard(*key, answer(argument.sample))
         return self.property_guards[key].answer
 
     def guard_all(self, fact: str) -> None:
@@ -275,7 +275,7 @@ class TensorGuards:
                 sizes.
         """
         for _, argument in self.arguments:
-            x = argument.example
+            x = argument.sample
             if x.layout is not torch.strided:
                 continue
             if argument.is_fixed:
@@ -313,7 +313,7 @@ _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a t
 
 
 def _attribute(argument: TracedArgument, name: str) -> Any:
-    return getattr(argument.example, name)
+    return getattr(argument.sample, name)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -434,7 +434,7 @@ def class_of(self: Any) -> Any:
     argument = guards.argument(self)
     if argument is None:
         return getattr(type(self), USERS_CLASS, torch.Tensor)
-    cls = users_class(type(argument.example))
+    cls = users_class(type(argument.sample))
     if cls is torch.Tensor and _names_class(inspect.currentframe()):
         whole = guards.guard(argument, "type({}) is Tensor")
         return cls if whole else guards.attribute_of(argument, "__class__")

@@ -1,10 +1,10 @@
 """Runs ``torch.export`` with as few guards on sizes as possible.
 
 NOTE [guards of torch.export]
-torch.export traces the program's operators again, at the sizes of examples. If its rules choose
+torch.export traces the program's operators again, at the sizes of samples. If its rules choose
 between two computations of one result, they test whether two sizes happen to be equal, whether a
 size is 1, or which strides a view has. Each outcome would restrict the exported program to sizes
-like those of the examples, although the result is right for all sizes that the descriptors allow.
+like those of the samples, although the result is right for all sizes that the descriptors allow.
 With ``backed_size_oblivious`` the rules choose the computation that is right for every size, as for
 sizes that depend on data. Decompositions of the exported program repeat the tests, so the exported
 program sets the option itself.

@@ -148,18 +148,18 @@ class TraceLevel(TracerLevel):
         return self.symbols.spell_size(size)
 
     def fake_like(
-        self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
+        self, sample: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
-        """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
-        if type(example) is not torch.Tensor and is_dtensor(example):
+        """Return a fake tensor with the sample's dtype, device, and lazy conj or neg bits."""
+        if type(sample) is not torch.Tensor and is_dtensor(sample):
             self.of_dtensors = True
         with DisableTorchFunction(), without_factory_keys():
-            made = new_fake(self.fake, shape, strides, example.dtype, example.device)
-            if not (example.is_conj() or example.is_neg()):
+            made = new_fake(self.fake, shape, strides, sample.dtype, sample.device)
+            if not (sample.is_conj() or sample.is_neg()):
                 return made
             with self.fake:
-                made = made.conj() if example.is_conj() else made
-                return torch._neg_view(made) if example.is_neg() else made
+                made = made.conj() if sample.is_conj() else made
+                return torch._neg_view(made) if sample.is_neg() else made
 
     def record(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
@@ -210,7 +210,7 @@ class TraceLevel(TracerLevel):
 
     def tensor_of_input(self, node: torch.fx.Node) -> torch.Tensor | None:
         """Return the tensor that an input of the graph stands for; None for another node."""
-        given = {tracer.node: x.example for tracer, x in self.tensor_guards.arguments}
+        given = {tracer.node: x.sample for tracer, x in self.tensor_guards.arguments}
         return {**given, **self.tensors_outside()}.get(node)
 
     def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:

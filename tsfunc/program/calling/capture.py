@@ -290,11 +290,11 @@ class _Trace:
         level.on_lift, level.effects_from_now = self._give_members, self.instances.effects_from_now
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             argument = TracedArgument(
-                spec.position, spec.name, spec.example, tracer.value, spec.is_fixed
+                spec.position, spec.name, spec.sample, tracer.value, spec.is_fixed
             )
             level.tensor_guards.add(tracer, argument)
-            if type(spec.example) is not torch.Tensor:
-                for name in give_members(tracer, type(spec.example)):
+            if type(spec.sample) is not torch.Tensor:
+                for name in give_members(tracer, type(spec.sample)):
                     self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.numbers}
         sizes = _size_nodes(level, request.inputs, tracers, request.named_dims)
@@ -331,7 +331,7 @@ class _Trace:
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
-            value = operator.attrgetter(name)(argument.example)
+            value = operator.attrgetter(name)(argument.sample)
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
@@ -387,11 +387,11 @@ class _Trace:
         given = self._own if self._alias_tensors else {}
         aliasing = Aliasing.of(inputs)
         twice = len(aliasing.groups) < len(inputs) and not self._alias_tensors
-        if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
+        if twice or any(id(x.sample) in own and id(x.sample) not in given for x in inputs):
             raise Retrace(self.assumptions.moved(compares_identity=True, closure_tensors=own))
         guards = instances.builder.closure_guards
         for spec in inputs:
-            source, tensor = Source.of_argument(spec.position), own.get(id(spec.example))
+            source, tensor = Source.of_argument(spec.position), own.get(id(spec.sample))
             if tensor is not None:
                 guards.add(SameObject(source, tensor))
             elif own:
@@ -478,7 +478,7 @@ class _Trace:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""
         paths = self.request.tree.paths()  # those in containers have longer paths
         return {
-            spec.name: spec.example.shape
+            spec.name: spec.sample.shape
             for spec in self.request.inputs
             if spec.name.isidentifier()
             and spec.name not in self.request.described
@@ -550,10 +550,10 @@ def run_without_grad(graph: torch.fx.Graph) -> None:
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     """Return the traced tensor for an argument: fixed sizes, and symbols for named dims."""
-    example = spec.example
+    sample = spec.sample
     shape = spec.shape(symbols.sizes)
-    like = level.fake_like(example, shape, spec.strides(shape))
-    return level.input(spec.name, like, example.requires_grad)
+    like = level.fake_like(sample, shape, spec.strides(shape))
+    return level.input(spec.name, like, sample.requires_grad)
 
 
 def _number(level: TraceLevel, spec: NumberSpec, symbols: Symbols) -> torch.fx.Node:

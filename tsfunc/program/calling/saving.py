@@ -24,7 +24,7 @@ from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.files.program_state import is_current
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.saved_functions import SavedFunction, SavedProgram, refuse_attributes
-from tsfunc.program.guarding.call_spec import CallSpec, example_call
+from tsfunc.program.guarding.call_spec import CallSpec, sample_call
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.program import Program
 
@@ -52,7 +52,7 @@ def variants_of_entry(
         ),
         (({}, True, some) for some in _subsets_of(arguments)),
     ):
-        flat = example_call(entry.call_spec, sizes, requires_grad)
+        flat = sample_call(entry.call_spec, sizes, requires_grad)
         entries += _traced(target, entry, flat, grad, [*others, *entries])
     return entries
 
@@ -110,7 +110,7 @@ def _for_any_grad(entry: CachedProgram) -> CachedProgram:
 
 
 def _may_require_grad(spec: InputSpec) -> bool:
-    return spec.example.is_floating_point() or spec.example.is_complex()
+    return spec.sample.is_floating_point() or spec.sample.is_complex()
 
 
 def _small_sizes(call_spec: CallSpec) -> Iterator[Mapping[str, int]]:

@@ -305,7 +305,7 @@ class Variation:
         self.inputs, self.named_dims = inputs, named_dims
         names = {i: call.name_of(i) for i in call.argument_paths}
         self.where = size_names(inputs, names)
-        self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
+        self.sizes = {name: inputs[i].sample.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.numbers(inputs, named_dims)}
         self.positions = {
             name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken

@@ -313,16 +313,16 @@ class TensorConstant(SourceGuard):
 class TensorInput(SourceGuard):
     """The type and sizes of a tensor that is an input of the program."""
 
-    example: torch.Tensor
+    sample: torch.Tensor
 
     def differences(self, *values: Any) -> Iterable[Difference]:
-        yield Difference(self.source.text, values[0], self.example)
+        yield Difference(self.source.text, values[0], self.sample)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        return tensor_lines(code.variable(self.source), self.example, code)
+        return tensor_lines(code.variable(self.source), self.sample, code)
 
     def fact_text(self) -> str:
-        return f"is {describe(self.example)}"
+        return f"is {describe(self.sample)}"
 
 
 @dataclass(frozen=True, eq=False)

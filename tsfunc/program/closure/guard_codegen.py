@@ -440,7 +440,7 @@ class Guard:
 
 def tensor_lines(
     at: str,
-    example: torch.Tensor,
+    sample: torch.Tensor,
     code: GuardCode,
     size_lines: Sequence[str] | None = None,
     any_grad: bool = False,
@@ -448,15 +448,15 @@ def tensor_lines(
     """Return the lines of the guard on a tensor: its class, dtype, device, layout and sizes.
 
     Args:
-        example: the tensor of the traced call.
+        sample: the tensor of the traced call.
         code: receives the objects that the lines use.
-        size_lines: lines that check sizes and strides; None if both are the example's.
+        size_lines: lines that check sizes and strides; None if both are the sample's.
         any_grad: True if ``requires_grad`` is not checked.
     """
-    users, code.scope["is_tensor_of"] = users_class(type(example)), is_tensor_of
-    usual = torch.nn.Parameter if type(example) is torch.nn.Parameter else users
-    dtype, device, layout = map(code.name, (example.dtype, example.device, example.layout))
-    grad = "" if any_grad else f" or {at}.requires_grad is not {example.requires_grad}"
+    users, code.scope["is_tensor_of"] = users_class(type(sample)), is_tensor_of
+    usual = torch.nn.Parameter if type(sample) is torch.nn.Parameter else users
+    dtype, device, layout = map(code.name, (sample.dtype, sample.device, sample.layout))
+    grad = "" if any_grad else f" or {at}.requires_grad is not {sample.requires_grad}"
     lines = [
         f"if type({at}) is not {code.name(usual)} and not is_tensor_of({at}, {code.name(users)}): "
         f"return None",
@@ -465,30 +465,30 @@ def tensor_lines(
     ]
     if size_lines is not None:
         return [*lines, *size_lines]
-    lines.append(f"if {at}.shape != {tuple(example.shape)!r}: return None")
-    if example.layout is torch.strided and not example.is_nested:
-        lines.append(f"if {strides_condition(at, example)}: return None")
+    lines.append(f"if {at}.shape != {tuple(sample.shape)!r}: return None")
+    if sample.layout is torch.strided and not sample.is_nested:
+        lines.append(f"if {strides_condition(at, sample)}: return None")
     return lines
 
 
-def strides_condition(at: str, example: torch.Tensor) -> str:
-    """Return the condition that a tensor of the example's sizes has other strides."""
-    if example.is_contiguous():
+def strides_condition(at: str, sample: torch.Tensor) -> str:
+    """Return the condition that a tensor of the sample's sizes has other strides."""
+    if sample.is_contiguous():
         return f"not {at}.is_contiguous()"
-    return f"{at}.stride() != {tuple(example.stride())!r}"
+    return f"{at}.stride() != {tuple(sample.stride())!r}"
 
 
 def lines_of_tensors(
-    tensors: str, examples: Sequence[torch.Tensor], one_by_one: Iterable[str], code: GuardCode
+    tensors: str, samples: Sequence[torch.Tensor], one_by_one: Iterable[str], code: GuardCode
 ) -> Iterator[str]:
     """Check tensors of fixed sizes at once in C++, and by other lines if that fails.
 
     Args:
         tensors: the Python expression of a list or tuple of the tensors.
-        examples: the tensors of the traced call.
+        samples: the tensors of the traced call.
         code: receives the objects that the lines use.
     """
-    check = quick_check(examples)
+    check = quick_check(samples)
     if check is None:
         yield from one_by_one
         return

@@ -396,7 +396,7 @@ class ClosureGradients:
     def _source(self, tensor: torch.Tensor) -> Source:
         """Return the source of a tensor: an argument, or a tensor that the trace has read."""
         for _, argument in self._level.tensor_guards.arguments:
-            if argument.example is tensor:
+            if argument.sample is tensor:
                 name = argument.name
                 return Source.of_argument(argument.position, name)
         known = self._builder.source_of(tensor)

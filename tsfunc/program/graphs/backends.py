@@ -1,9 +1,9 @@
 """Programs that are compiled by a backend.
 
 NOTE [compiled programs]
-A backend gets the program's graph and example inputs, as from torch.compile. The tensors from
+A backend gets the program's graph and sample inputs, as from torch.compile. The tensors from
 outside are inputs too, after the others, so that training reaches them. Named dims are symbolic in
-the examples. A backend may add guards on them for its own purposes (for example, the size from
+the samples. A backend may add guards on them for its own purposes (for example, the size from
 which it uses threads). Such a guard does not restrict the program: for a call that fails it, the
 graph is compiled again with sizes of that call.
 
@@ -261,18 +261,18 @@ class Compiled:
         ints = {name: sizes.pop(name) for name in self._ints}
         symbols = Symbols({dim.name: dim for dim in named_dims.values()}, sizes, ints)
         given = dict(zip(self._tensors, self._given(values), strict=True))
-        examples: list[Any] = [*_examples(self._program, given, symbols), *self._lifted]
+        samples: list[Any] = [*_samples(self._program, given, symbols), *self._lifted]
         if self._numbers is not None:
-            examples += self._numbers(values)[0]
+            samples += self._numbers(values)[0]
         if named_dims or ints:
-            examples = [_fake(x, x.shape, symbols) for x in examples]
+            samples = [_fake(x, x.shape, symbols) for x in samples]
         else:
-            examples = [*_apart(examples)]
-        examples += symbols.numbers.values()
+            samples = [*_apart(samples)]
+        samples += symbols.numbers.values()
         donated = nullcontext() if self._separate else without_donated_buffers()
         with torch_state.outside_all_transforms(), donated:
             try:
-                call = self._backend(self._module, examples)
+                call = self._backend(self._module, samples)
             except CompilerFailed as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ExportError(
@@ -377,10 +377,10 @@ def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _examples(
+def _samples(
     program: ProgramData, given: Mapping[int, torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
-    """Return example inputs, with symbols as the sizes of named dims."""
+    """Return sample inputs, with symbols as the sizes of named dims."""
     call_spec = program.call_spec
     if call_spec is None or not call_spec.named_dims:
         return list(given.values())
@@ -389,21 +389,21 @@ def _examples(
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return example inputs of which no two share memory, as torch requires of its control flow.
+    """Return sample inputs of which no two share memory, as torch requires of its control flow.
 
     A program may be compiled for such inputs: a program that writes into its inputs runs as Python
     if they share memory.
     """
     known: set[int] = set()
-    examples = []
+    samples = []
     for x in tensors:
         if x.layout is torch.strided and not x.is_conj() and not x.is_neg():
             memory = storage_address(x)
             if memory in known:
                 x = _with_own_memory(x).requires_grad_(x.requires_grad)
             known.add(memory)
-        examples.append(x)
-    return examples
+        samples.append(x)
+    return samples
 
 
 def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:

@@ -38,7 +38,7 @@ from tsfunc.program.passes.effects import sources, writes, written
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-# Sizes of the examples: primes are rarely constants in functions, or factors of constants.
+# Sizes of the samples: primes are rarely constants in functions, or factors of constants.
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -64,7 +64,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     sizes = sizes_for(call_spec.named_dims, _PRIMES)
     leaves = list(call_spec.leaves)
     for spec in call_spec.inputs:
-        leaves[spec.position] = _example(spec, sizes)
+        leaves[spec.position] = _sample(spec, sizes)
     args, kwargs = pytrees.unflatten(call_spec.tree, leaves)
     names = _parameters(program, call_spec, len(args))
     module = _module(program, graph, names, list(kwargs))
@@ -104,13 +104,13 @@ def _problems(
 # --- the arguments
 
 
-def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    like = spec.example
+def _sample(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    like = spec.sample
     shape = spec.shape(sizes)
     order = memory_order(like.shape, like.stride())
     made = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
-    example = permuted_back(made, order)
-    return example.requires_grad_() if like.requires_grad else example
+    sample = permuted_back(made, order)
+    return sample.requires_grad_() if like.requires_grad else sample
 
 
 def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Operators of a program as torch's own: control flow, and recurrent layers of any length.
 
 torch has one operator for all layers and steps of an ``LSTM``. torch's tools decompose it into as
-many steps as the example has, which refuses every other length. A scan of one step serves all
+many steps as the sample has, which refuses every other length. A scan of one step serves all
 lengths (``bridge/batch/recurrent_layers``).
 
 A program's control-flow operators (``bridge/control/control_flow``) run as Python does, step by

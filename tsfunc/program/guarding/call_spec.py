@@ -53,7 +53,7 @@ class CallSpec:
         tree: the structure of the arguments, a tuple of (args, kwargs).
         leaves: the flattened arguments, with None in place of a tensor, and ``WatchedPlaceholder``
             in place of an object whose attributes the program's ``guard_of_reads`` checks.
-        inputs: the tensors among them; their examples have no data.
+        inputs: the tensors among them; their samples have no data.
         settings: torch's settings.
         keyword_order: True if the function sees the order of the keyword arguments.
         numbers: the numbers among the arguments that are inputs, and may vary.
@@ -110,14 +110,14 @@ def call_spec_of(
     """Return the description of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
-    specs = tuple(dataclasses.replace(s, example=without_memory(s.example, fake)) for s in inputs)
+    specs = tuple(dataclasses.replace(s, sample=without_memory(s.sample, fake)) for s in inputs)
     return CallSpec(
         tree, leaves, specs, dict(named_dims), settings, keyword_order, tuple(numbers),
         tuple(trace_guards),
     )  # fmt: skip
 
 
-def example_call(
+def sample_call(
     call_spec: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
 ) -> list[Any]:
     """Return the flattened arguments of a call like the described one, without data.
@@ -131,12 +131,12 @@ def example_call(
     fake = Symbols({}).fake
     for spec in call_spec.inputs:
         shape = spec.shape(named)
-        own = spec.example.requires_grad
+        own = spec.sample.requires_grad
         wanted = own if requires_grad is None else spec.position in requires_grad
-        order = memory_order(spec.example.shape, spec.example.stride())
+        order = memory_order(spec.sample.shape, spec.sample.stride())
         strides = dense_strides(shape, order)
         flat[spec.position] = new_fake_input(
-            fake, shape, strides, spec.example.dtype, spec.example.device, wanted
+            fake, shape, strides, spec.sample.dtype, spec.sample.device, wanted
         )
     return flat
 
@@ -147,11 +147,11 @@ def _leaf(value: Any) -> Any:
     return WatchedPlaceholder(type(value)) if is_watched(value) else value
 
 
-def without_memory(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
+def without_memory(sample: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
     """Return a tensor of the same dtype, sizes, strides, device and layout without memory."""
     return new_fake_input(
-        fake, example.shape, example.stride(), example.dtype, example.device,
-        example.requires_grad, example.layout,
+        fake, sample.shape, sample.stride(), sample.dtype, sample.device,
+        sample.requires_grad, sample.layout,
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def placeholder(
     strides: Sequence[int] | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """Return an example without data for an input with a known type."""
+    """Return a sample without data for an input with a known type."""
     if strides is None:
         with torch_state.outside_all_transforms():
             strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
@@ -180,10 +180,10 @@ def descriptors_of(call_spec: CallSpec, signature: inspect.Signature) -> dict[st
     for spec in call_spec.inputs:
         flat[spec.position] = MetaTensorType(
             list(spec.dims),
-            dtype=spec.example.dtype,
-            device=spec.example.device,
-            requires_grad=None if spec.any_grad else spec.example.requires_grad,
-            layout=spec.example.layout,
+            dtype=spec.sample.dtype,
+            device=spec.sample.device,
+            requires_grad=None if spec.any_grad else spec.sample.requires_grad,
+            layout=spec.sample.layout,
         )
     args, kwargs = optree.tree_unflatten(call_spec.tree, flat)
     return dict(signature.bind(*args, **kwargs).arguments)
@@ -290,7 +290,7 @@ def alias_tensors(
     """
     first: dict[int, Any] = dict(own)
     return [
-        first.setdefault(id(spec.example), tracer)
+        first.setdefault(id(spec.sample), tracer)
         for spec, tracer in zip(inputs, tracers, strict=True)
     ]
 

@@ -205,18 +205,18 @@ class TensorMeta(ArgumentGuard):
     def lines(self, code: GuardCode) -> Iterable[str]:
         spec = self.spec
         sizes = None if spec.is_fixed else self._size_lines(code)
-        checks = tensor_lines("a", spec.example, code, sizes, spec.any_grad)
+        checks = tensor_lines("a", spec.sample, code, sizes, spec.any_grad)
         return f"a = args[{self.position}]", *checks
 
     def _size_lines(self, code: GuardCode) -> list[str]:
         """Return lines that check sizes of which some are symbolic, and the strides."""
-        dims, example = self.spec.dims, self.spec.example
+        dims, sample = self.spec.dims, self.spec.sample
         lines = ["s = a.shape", f"if len(s) != {len(dims)}: return None"]
         for k, dim in enumerate(dims):
             lines.extend(_dim(k, dim, code.bound, code.named_dims))
-        if example.is_contiguous():
-            return [*lines, f"if {strides_condition('a', example)}: return None"]
-        layout = code.name(layout_of(example.shape, example.stride()))
+        if sample.is_contiguous():
+            return [*lines, f"if {strides_condition('a', sample)}: return None"]
+        layout = code.name(layout_of(sample.shape, sample.stride()))
         return [*lines, f"if {code.name(layout_of)}(s, a.stride()) != {layout}: return None"]
 
     @classmethod
@@ -226,13 +226,13 @@ class TensorMeta(ArgumentGuard):
         every = "".join(f"args[{guard.position}], " for guard in fixed)
         yield from lines_of_tensors(
             "args" if len(fixed) == code.count else f"({every})",
-            [guard.spec.example for guard in fixed],
+            [guard.spec.sample for guard in fixed],
             super().lines_of_many(fixed, code),
             code,
         )
 
     def texts(self, name: Names) -> Iterable[str]:
-        x = self.spec.example
+        x = self.spec.sample
         layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
         dims = [dim.name if isinstance(dim, Dim) else dim for dim in self.spec.dims]
         grad = None if self.spec.any_grad else x.requires_grad
@@ -240,7 +240,7 @@ class TensorMeta(ArgumentGuard):
         return (f"{name(self.position)}: {text} {layout}",)
 
     def facts(self, name: Names) -> Facts:
-        x, at = self.spec.example, name(self.position)
+        x, at = self.spec.sample, name(self.position)
         facts = {f"{at}.dtype": x.dtype, f"{at}.device": x.device, f"{at}.dim()": x.dim()}
         facts[f"{at}.requires_grad"] = x.requires_grad
         for k, dim in enumerate(self.spec.dims):
@@ -252,13 +252,13 @@ class TensorMeta(ArgumentGuard):
 
     @property
     def key(self) -> Any:
-        x = self.spec.example
+        x = self.spec.sample
         shape = tuple(str(dim) for dim in self.spec.dims)
         return shape, (x.dtype, x.device, x.requires_grad, self.spec.layout_key,
                        users_class(type(x)))  # fmt: skip
 
     def to_json(self, encode: Encode) -> Any:
-        spec, x = self.spec, self.spec.example
+        spec, x = self.spec, self.spec.sample
         return {
             "tensor": spec.name,
             "dtype": plain_name(x.dtype),
@@ -281,12 +281,12 @@ class TensorMeta(ArgumentGuard):
         any_grad = grad.value is None
         try:
             with reader.fake:
-                example = torch.empty_strided(
+                sample = torch.empty_strided(
                     shape, steps, dtype=values.dtype(dtype), device=values.device(device)
                 ).requires_grad_(not any_grad and grad.flag())
         except (RuntimeError, OverflowError, TypeError) as error:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
-        return cls(position, InputSpec(position, name.line(), example, dims, any_grad))
+        return cls(position, InputSpec(position, name.line(), sample, dims, any_grad))
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,14 +49,14 @@ class InputSpec:
     Attributes:
         position: its index among them.
         name: its name in the program.
-        example: the tensor itself; its data is not read.
+        sample: the tensor itself; its data is not read.
         dims: for each dim its size, named dim or expression of named dims.
         any_grad: True if ``requires_grad`` is not guarded.
     """
 
     position: int
     name: str
-    example: torch.Tensor = dataclasses.field(repr=False)
+    sample: torch.Tensor = dataclasses.field(repr=False)
     dims: tuple[DimForm, ...]
     any_grad: bool = False
 
@@ -68,7 +68,7 @@ class InputSpec:
     @property
     def layout_key(self) -> Any:
         """The memory layout that the guard of a program checks."""
-        x = self.example
+        x = self.sample
         if x.layout is not torch.strided or x.is_nested:
             return x.layout
         if x.is_contiguous():
@@ -76,11 +76,11 @@ class InputSpec:
         return tuple(x.stride()) if self.is_fixed else layout_of(x.shape, x.stride())
 
     def strides(self, shape: Sequence[Any]) -> list[Any]:
-        """Return the example's strides; for symbolic sizes, strides of its layout."""
-        strides = self.example.stride()
+        """Return the sample's strides; for symbolic sizes, strides of its layout."""
+        strides = self.sample.stride()
         if all(isinstance(size, int) for size in shape):
             return list(strides)
-        return strides_with(layout_of(self.example.shape, strides), shape)
+        return strides_with(layout_of(self.sample.shape, strides), shape)
 
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
         """Return its shape for these sizes (numbers or symbols) of the named dims."""
@@ -99,15 +99,15 @@ def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
     sizes = {
         dim.name: size
         for spec in inputs
-        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
+        for dim, size in zip(spec.dims, spec.sample.shape, strict=True)
         if isinstance(dim, Dim)
     }
-    examples = {spec.position: spec.example for spec in inputs}
+    samples = {spec.position: spec.sample for spec in inputs}
     for position, k, expression, name in solving_order(inputs, sizes):
         factors = None if name is None else solved_for(expression.text, name)
         if name is not None and factors is not None:
             slope, rest = (DimExpr(text).evaluate(sizes) for text in factors)
-            sizes[name] = (examples[position].shape[k] - rest) // slope
+            sizes[name] = (samples[position].shape[k] - rest) // slope
     return sizes
 
 
@@ -179,7 +179,7 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
 def input_text(spec: InputSpec) -> str:
     """Return the dtype and dims of an input as a text."""
     dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
-    return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
+    return f"{str(spec.sample.dtype).removeprefix('torch.')}[{dims}]"
 
 
 def tensor_inputs(
@@ -298,7 +298,7 @@ def solving_order(
 def with_fixed_sizes(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     """Return the input with some named dims replaced by their sizes in the call."""
     dims: list[DimForm] = []
-    for size, dim in zip(spec.example.shape, spec.dims, strict=True):
+    for size, dim in zip(spec.sample.shape, spec.dims, strict=True):
         dims.append(_with_names_fixed(dim, size, small))
     return dataclasses.replace(spec, dims=tuple(dims))
 

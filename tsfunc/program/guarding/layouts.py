@@ -1,10 +1,10 @@
 """The memory layout of a tensor with symbolic sizes: the part that decisions of torch depend on.
 
 NOTE [layouts of open sizes]
-A program for named dims serves tensors whose strides differ from those of its example. torch's code
+A program for named dims serves tensors whose strides differ from those of its sample. torch's code
 decides by strides: ``reshape`` is a view or a copy, ``contiguous`` returns its argument or a copy,
 the result of a pointwise operator has the order of its arguments. A :class:`MemoryLayout` has what
-these decisions depend on. A program is traced with strides that have the layout of the example for
+these decisions depend on. A program is traced with strides that have the layout of the sample for
 all sizes, and a guard compares the layouts of other tensors with it.
 """
 

@@ -189,7 +189,7 @@ class Aliasing(_Groups, TraceGuard):
         """Return the guard that a call meets with these tensors."""
         groups: dict[int, list[int]] = {}
         for spec in inputs:
-            groups.setdefault(id(spec.example), []).append(spec.position)
+            groups.setdefault(id(spec.sample), []).append(spec.position)
         return cls(tuple(map(tuple, groups.values())))
 
     def lines(self, code: GuardCode) -> Iterable[str]:

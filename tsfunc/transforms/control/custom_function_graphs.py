@@ -30,7 +30,7 @@ from tsfunc.types.dims import parse_dim
 from tsfunc.types.grammar import Descriptor
 
 Values = Sequence[Any]
-_NUMBER = 1033  # the example value of a number
+_NUMBER = 1033  # the sample of a number
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Tracing:
             inputs: list[InputSpec] = []
             for i, x in enumerate(given):
                 if isinstance(x, OperandType):
-                    flat[i] = _example(x, dims[i], sizes)
+                    flat[i] = _sample(x, dims[i], sizes)
                     inputs.append(InputSpec(i, f"x{i}", flat[i], dims[i]))
             inputs = [*inputs[last:], *inputs[:last]]
             specs = [
@@ -209,7 +209,7 @@ def size_of(form: DimForm) -> Any:
     return form.evaluate(sizes) if isinstance(form, DimExpr) else form
 
 
-def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
+def _sample(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
     """Return a tensor without data whose strides have the order of the type's strides."""
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
     strides = dense_strides(shape, memory_order(shape, type_.strides))

@@ -137,7 +137,7 @@ class PhysicalBatch:
             return True, x.dtype, x.device, x.shape[1:]
         return False, x.dtype, x.device, x.shape, x.stride()
 
-    def _example(self, x: torch.Tensor, batched: bool) -> torch.Tensor:
+    def _sample(self, x: torch.Tensor, batched: bool) -> torch.Tensor:
         if batched:
             return placeholder((_SOME, *x.shape[1:]), x.dtype, x.device)
         return placeholder(x.shape, x.dtype, x.device, x.stride())
@@ -162,7 +162,7 @@ class PhysicalBatch:
             dims_of: list[Any] = list(operands[i].shape)
             if self.batched[i]:
                 dims_of[0] = _EXAMPLES
-            flat[i] = self._example(operands[i], self.batched[i])
+            flat[i] = self._sample(operands[i], self.batched[i])
             inputs.append(InputSpec(i, f"x{i}", flat[i], tuple(dims_of)))
         tree = pytrees.structure_of((tuple(flat), {}))
         name = f"vmap({body.name})"
