@@ -13,7 +13,7 @@ from torch import Tensor
 import tsfunc
 from benchmarks.timing import Call, Case
 from benchmarks.variants import SPECIALIZED
-from tsfunc.types import CompiledDescriptors, compile_descriptors, signature
+from tsfunc.types import Contract, compile_descriptors, signature
 
 ROWS = tsfunc.MetaTensorType(["n"], dtype=torch.float32)
 PLAIN = "plain"
@@ -36,7 +36,7 @@ def by_types(check: Callable[..., list[Any]], tensors: list[Tensor]) -> int:
     return len(check(tensors))
 
 
-def by_descriptors(contract: CompiledDescriptors, tensors: list[Tensor]) -> int:
+def by_descriptors(contract: Contract, tensors: list[Tensor]) -> int:
     return len(contract.check({"tensors": tensors}).sizes) - 1
 
 

@@ -46,7 +46,7 @@ from tsfunc.types import (
     parse,
     parse_descriptor,
 )
-from tsfunc.types.compiled import tensor_leaves
+from tsfunc.types.contract import tensor_leaves
 from tsfunc.types.values import Attribute
 
 State = namedtuple("State", ["weight", "step"])

@@ -39,7 +39,7 @@ FILES = (
     "tsfunc/types/check_context.py",
     "tsfunc/types/containers.py",
     "tsfunc/types/unions.py",
-    "tsfunc/types/compiled.py",
+    "tsfunc/types/contract.py",
 )
 TESTS = (
     "tests/dispatch/test_*.py",

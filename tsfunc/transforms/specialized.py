@@ -52,8 +52,8 @@ from tsfunc.program.graphs.example_arguments import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
-from tsfunc.types import CompiledDescriptors, compile_descriptors
-from tsfunc.types.compiled import in_order
+from tsfunc.types import Contract, compile_descriptors
+from tsfunc.types.contract import in_order
 from tsfunc.types.reading import signature_of
 from tsfunc.user_code import fold_traceback, folded_class, function_text, is_boundary, name_of, warn
 
@@ -102,8 +102,10 @@ class Specialized(Generic[_Params, _Result]):
         self.func = func
         self.name = name_of(func)
         signature = signature_of(func)
-        self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
-        contracts = self._given
+        self._contracts = tuple(
+            compile_descriptors(d, signature, name=self.name) for d in descriptors
+        )
+        contracts = self._contracts
         if len(contracts) > 1:
             contracts = in_order(contracts, f"specialize({self.name})")
         compiler = None
@@ -268,7 +270,7 @@ class Specialized(Generic[_Params, _Result]):
                 f"specialize({self.name}): it has descriptors already, and lower() makes the "
                 f"programs for these; it takes others where specialize was given none."
             )
-        contracts = self._given or tuple(
+        contracts = self._contracts or tuple(
             compile_descriptors(each, target.signature, name=self.name)
             for each in self._by_parameter(descriptors)
         )
@@ -293,7 +295,7 @@ class Specialized(Generic[_Params, _Result]):
             )
         return [dict(zip(names, descriptors, strict=False))]
 
-    def _lowered(self, contract: CompiledDescriptors) -> Program:
+    def _lowered(self, contract: Contract) -> Program:
         bound = arguments_for(self.name, self.target.signature, contract)
         arguments = bound.args, bound.kwargs
         flat, tree = pytrees.flatten(arguments)
@@ -432,7 +434,7 @@ class Specialized(Generic[_Params, _Result]):
         if not self.cache.entries:
             if self._is_named():
                 return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
-            described = [contract.descriptors for contract in self._given]
+            described = [contract.descriptors for contract in self._contracts]
             target, cache = self.target, self.cache
             options = cache.limit, target.closure, cache.auto_widen, self._backend, target.hoist
             return type(self), (self.func, described, *options)

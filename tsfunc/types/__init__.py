@@ -31,7 +31,7 @@ The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
     disjoint         descriptors that no call can fit together
-    compiled         the descriptors of a function, ready for its calls, and their order
+    contract         the descriptors of a function, ready for its calls, and their order
 
 The public names are in ``__all__``. The modules of the package are private.
 """
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tsfunc.types.check_context import Mismatch
     from tsfunc.types.checker import check
     from tsfunc.types.classes import interface
-    from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
     from tsfunc.types.containers import (
         TSDict,
         TSFields,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         TSTuple,
         TSTupleOf,
     )
+    from tsfunc.types.contract import Bindings, Contract, compile_descriptors
     from tsfunc.types.control_flow_types import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
     from tsfunc.types.dims import Dim, DimForm, DimSpec
@@ -102,7 +102,7 @@ else:
             "annotation": "from_annotation parse",
             "base": "TSAllType TSType",
             "classes": "interface",
-            "compiled": "Bindings CompiledDescriptors compile_descriptors",
+            "contract": "Bindings Contract compile_descriptors",
             "check_context": "Mismatch",
             "checker": "check",
             "containers": "TSDict TSFields TSList TSNamedTuple TSPytree TSTuple TSTupleOf",
@@ -135,7 +135,7 @@ __all__ = [
     "STR",
     "TENSOR",
     "Bindings",
-    "CompiledDescriptors",
+    "Contract",
     "Descriptor",
     "Descriptors",
     "Dim",

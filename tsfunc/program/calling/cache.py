@@ -36,7 +36,7 @@ from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
-from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
+from tsfunc.types import Bindings, Contract, Descriptors, as_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.single import TSTensor, Value
@@ -61,7 +61,7 @@ class Target:
     func: Callable[..., Any]
     name: str
     signature: inspect.Signature
-    contracts: tuple[CompiledDescriptors, ...]
+    contracts: tuple[Contract, ...]
     closure: Closure = "guard"
     backend: Backend | None = None
     backend_name: str = "python"
@@ -89,7 +89,7 @@ class Target:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
     def refusal_test(
-        self, contract: CompiledDescriptors | None, any_grad: bool = False
+        self, contract: Contract | None, any_grad: bool = False
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
         """Return a function that is True for calls that pass a guard, but have to be refused.
 
@@ -136,9 +136,7 @@ class Target:
             return False
         return True
 
-    def contract(
-        self, arguments: Mapping[str, Any]
-    ) -> tuple[CompiledDescriptors | None, Bindings | None]:
+    def contract(self, arguments: Mapping[str, Any]) -> tuple[Contract | None, Bindings | None]:
         """Return the first contract that a call satisfies, and its bindings; None without any.
 
         Raises:

@@ -47,7 +47,7 @@ from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.guarding.call_spec import ANY
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec
-from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
+from tsfunc.types import Contract, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.single import TSTensor
 
@@ -278,7 +278,7 @@ class Call(CacheMissFacts, Protocol):
     """A call whose sizes and numbers may vary."""
 
     tree: optree.PyTreeSpec
-    contract: CompiledDescriptors | None
+    contract: Contract | None
 
     def numbers(
         self, inputs: Sequence[InputSpec], named_dims: Mapping[str, Dim]

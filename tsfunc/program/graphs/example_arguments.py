@@ -11,7 +11,7 @@ import torch
 
 from tsfunc.errors import DescriptorError
 from tsfunc.program.guarding.call_spec import placeholder
-from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
+from tsfunc.types import Contract, Dim, DimExpr, MetaTensorType
 from tsfunc.types.containers import TSPytree, TSTuple
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.single import NONE, TSPrimitiveType, TSTensor, Value
@@ -19,7 +19,7 @@ from tsfunc.types.values import entry_text
 
 
 def arguments_for(
-    name: str, signature: inspect.Signature, contract: CompiledDescriptors
+    name: str, signature: inspect.Signature, contract: Contract
 ) -> inspect.BoundArguments:
     """Return a call that satisfies a contract, with tensors without data.
 

@@ -29,7 +29,7 @@ from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.guarding.layouts import layout_of, strides_with
-from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
+from tsfunc.types import Bindings, Contract, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import attribute_types
 from tsfunc.types.containers import TSFields, TSPytree
 from tsfunc.types.dims import parse_dim
@@ -135,7 +135,7 @@ class NumberSpec:
 def number_specs(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
-    contract: CompiledDescriptors | None,
+    contract: Contract | None,
     inputs: Sequence[InputSpec],
     named_dims: Mapping[str, Dim],
     undescribed: Collection[int] = (),
@@ -185,7 +185,7 @@ def input_text(spec: InputSpec) -> str:
 def tensor_inputs(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
-    contract: CompiledDescriptors | None,
+    contract: Contract | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
     """Return the tensors among the arguments, and the named dims.
@@ -215,7 +215,7 @@ def tensor_inputs(
 def refuse_arrays(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
-    contract: CompiledDescriptors | None,
+    contract: Contract | None,
     name_of: Callable[[int], str],
 ) -> None:
     """Refuse arrays of numbers whose parameters have no descriptor.

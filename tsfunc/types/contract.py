@@ -1,4 +1,4 @@
-"""The descriptors of a function, compiled to the check that runs at every call.
+"""The contract of a function: its descriptors, compiled to the check that runs at every call.
 
 A function can have several sets of descriptors. The narrower of two sets comes first, so that a
 call takes the most specific set. If a call can fit two sets and neither is narrower, the definition
@@ -84,8 +84,8 @@ class Bindings:
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledDescriptors:
-    """Descriptors ready to check calls; ``compile_descriptors`` makes them.
+class Contract:
+    """The descriptors of a function, ready to check calls; ``compile_descriptors`` makes it.
 
     Attributes:
         call: the function with its parameters, as error messages write it.
@@ -163,7 +163,7 @@ class CompiledDescriptors:
 @folding()
 def compile_descriptors(
     descriptors: Mapping[str, object], signature: inspect.Signature, *, name: str = "f"
-) -> CompiledDescriptors:
+) -> Contract:
     """Compile the descriptors of a function's parameters.
 
     Args:
@@ -180,10 +180,10 @@ def compile_descriptors(
         >>> import torch
         >>> def forward(x, flag): ...
         >>> described = {"x": MetaTensorType(["n", 200]), "flag": True}
-        >>> compiled = compile_descriptors(described, inspect.signature(forward), name="forward")
-        >>> compiled.check({"x": torch.ones(100, 200), "flag": True}).sizes
+        >>> contract = compile_descriptors(described, inspect.signature(forward), name="forward")
+        >>> contract.check({"x": torch.ones(100, 200), "flag": True}).sizes
         {'n': 100}
-        >>> compiled.check({"x": torch.ones(100, 100), "flag": 1})
+        >>> contract.check({"x": torch.ones(100, 100), "flag": 1})
         Traceback (most recent call last):
         ...
         tsfunc.errors.DescriptorViolation: forward(x, flag): the call breaks its descriptors:
@@ -206,7 +206,7 @@ attribute open).
         for parameter in read
         if (default := _default(signature.parameters[parameter])) is not _ABSENT
     }
-    return CompiledDescriptors(call, read, dims, defaults, generate_check(read, signature))
+    return Contract(call, read, dims, defaults, generate_check(read, signature))
 
 
 def _read(
@@ -360,17 +360,15 @@ def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, 
 # --- several sets of descriptors for one function
 
 
-def in_order(
-    contracts: Sequence[CompiledDescriptors], what: str
-) -> tuple[CompiledDescriptors, ...]:
-    """Return sets of descriptors in the order in which a call is checked against them.
+def in_order(contracts: Sequence[Contract], what: str) -> tuple[Contract, ...]:
+    """Return contracts in the order in which a call is checked against them.
 
     Args:
-        contracts: the sets, in the given order.
+        contracts: the contracts, in the given order.
         what: the function, for errors.
 
     Raises:
-        DescriptorError: a call can fit two sets, neither of which is narrower.
+        DescriptorError: a call can fit two contracts, neither of which is narrower.
     """
     all_ = [Descriptors(each.descriptors) for each in contracts]
     for j, right in enumerate(all_):

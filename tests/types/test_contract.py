@@ -18,7 +18,7 @@ from tests.types.strategies import Deep, Encoder, Level
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types import (
     Bindings,
-    CompiledDescriptors,
+    Contract,
     Dim,
     DimExpr,
     MetaTensorType,
@@ -57,14 +57,14 @@ class Point:
 def forward(params: Any, x: Any, y: Any = None, *rest: Any, train: Any = False) -> None: ...
 
 
-def compiled(**descriptors: object) -> CompiledDescriptors:
+def contract_of(**descriptors: object) -> Contract:
     return compile_descriptors(descriptors, inspect.signature(forward), name="forward")
 
 
 def violations(descriptors: Mapping[str, object], arguments: Mapping[str, object]) -> list[str]:
     """Return the lines of the error, without its first and last, which are checked here."""
     with pytest.raises(DescriptorViolation) as caught:
-        compiled(**descriptors).check(arguments)
+        contract_of(**descriptors).check(arguments)
     first, *lines, last = str(caught.value).split("\n")
     assert first == "forward(params, x, y, rest, train): the call breaks its descriptors:"
     assert last.startswith("Pass arguments that fit, or give descriptors that these")
@@ -78,7 +78,7 @@ def test_the_example_of_the_proposal() -> None:
     meta = MetaTensorType([100, 200], dtype=float)
     contract = {"x": meta, "train": True}
     x = torch.randn([100, 200], dtype=float)  # type: ignore[call-overload]
-    assert compiled(**contract).check({"x": x, "train": True}).leaves == {("x",): meta}
+    assert contract_of(**contract).check({"x": x, "train": True}).leaves == {("x",): meta}
 
     bad = torch.ones([100], dtype=float)  # type: ignore[call-overload]
     assert violations(contract, {"x": bad, "train": True}) == [
@@ -87,7 +87,7 @@ def test_the_example_of_the_proposal() -> None:
 
 
 def test_the_shapes_of_the_proposal() -> None:
-    contract = compiled(x=MetaTensorType(["i", "i", 100]), y=MetaTensorType(["i1", "i2", "i3"]))
+    contract = contract_of(x=MetaTensorType(["i", "i", 100]), y=MetaTensorType(["i1", "i2", "i3"]))
     sizes = contract.check({"x": torch.ones(4, 4, 100), "y": torch.ones(1, 2, 3)}).sizes
     assert sizes == {"i": 4, "i1": 1, "i2": 2, "i3": 3}
     lines = violations({"x": MetaTensorType(["i", "i", 100])}, {"x": torch.ones(4, 5, 99)})
@@ -236,11 +236,11 @@ def test_bounds_of_one_name_add_up() -> None:
     contract = {"x": MetaTensorType(["n"]), "y": MetaTensorType([Dim("n", min=2)])}
     call = {"x": torch.ones(1), "y": torch.ones(1)}
     assert violations(contract, call) == ["x.shape[0]: expected n>=2, got 1"]
-    assert compiled(**contract).dims == {"n": Dim("n", min=2)}
+    assert contract_of(**contract).dims == {"n": Dim("n", min=2)}
 
 
 def test_an_expression_may_come_before_its_names() -> None:
-    contract = compiled(x=MetaTensorType(["2*n+1"]), y=MetaTensorType(["n"]))
+    contract = contract_of(x=MetaTensorType(["2*n+1"]), y=MetaTensorType(["n"]))
     assert contract.check({"x": torch.ones(7), "y": torch.ones(3)}).sizes == {"n": 3}
 
 
@@ -253,14 +253,14 @@ def test_an_expression_whose_name_did_not_come() -> None:
 
 def test_an_alternative_that_fails_binds_nothing() -> None:
     either = MetaTensorType(["n", 5]) | MetaTensorType(["m", 3])
-    found = compiled(x=either, y=MetaTensorType(["n"])).check({"x": X, "y": torch.ones(7)})
+    found = contract_of(x=either, y=MetaTensorType(["n"])).check({"x": X, "y": torch.ones(7)})
     assert found.sizes == {"m": 2, "n": 7}
     assert found.leaves[("x",)] == MetaTensorType(["m", 3])
 
 
 def test_the_alternative_fits_the_bound_names() -> None:
     either = MetaTensorType(["n", "a"]) | MetaTensorType(["b", "n"])
-    contract = compiled(params=MetaTensorType(["n"]), x=either)
+    contract = contract_of(params=MetaTensorType(["n"]), x=either)
     assert contract.check({"params": torch.ones(3), "x": X}).sizes == {"n": 3, "b": 2}
     assert contract.check({"params": torch.ones(2), "x": X}).sizes == {"n": 2, "a": 3}
     either = MetaTensorType(["n", "a"]) | int
@@ -273,7 +273,7 @@ def test_the_alternative_fits_the_bound_names() -> None:
 
 
 def test_defaults_replace_missing_arguments() -> None:
-    assert compiled(y=None, rest=(), train=False).check({}) == Bindings({}, {})
+    assert contract_of(y=None, rest=(), train=False).check({}) == Bindings({}, {})
     assert violations({"x": int, "train": True}, {}) == [
         "x: expected an argument, which its descriptor describes, got none",
         "train: expected the value True (bool), got False (bool)",
@@ -283,13 +283,13 @@ def test_defaults_replace_missing_arguments() -> None:
 
 
 def test_parameters_without_a_descriptor_are_open() -> None:
-    assert compiled().check({"x": object()}) == Bindings({}, {})
-    assert compiled(x=Any, y=[Any]).check({"x": 3, "y": [4]}) == Bindings({}, {})
-    assert compiled(x=Union[Any, int]).check({"x": "a"}) == Bindings({}, {})  # noqa: UP007
+    assert contract_of().check({"x": object()}) == Bindings({}, {})
+    assert contract_of(x=Any, y=[Any]).check({"x": 3, "y": [4]}) == Bindings({}, {})
+    assert contract_of(x=Union[Any, int]).check({"x": "a"}) == Bindings({}, {})  # noqa: UP007
 
 
 def test_bindings_have_the_form_of_each_dim() -> None:
-    contract = compiled(x=[MetaTensorType(["n", 3, "n+1", None]), MetaTensorType(float)])
+    contract = contract_of(x=[MetaTensorType(["n", 3, "n+1", None]), MetaTensorType(float)])
     x = [torch.ones(2, 3, 3, 9), torch.ones(4, dtype=torch.float64)]
     found = contract.check({"x": x})
     assert found.dims(("x", 0)) == (Dim("n"), 3, DimExpr("n + 1"), None)
@@ -300,7 +300,7 @@ def test_bindings_have_the_form_of_each_dim() -> None:
 def test_leaf_descriptors_are_found_by_optree_paths() -> None:
     meta, other = MetaTensorType(["n"]), MetaTensorType(rank=2)
     described = {"params": {"b": [meta, None], "a": State(other, int)}, "x": meta | other}
-    contract = compiled(**described)
+    contract = contract_of(**described)
     params = {"b": [torch.ones(2), None], "a": State(torch.ones(1, 1), 3)}
     tree: Any = {"params": params, "x": torch.ones(1, 1), "y": 4}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
@@ -331,7 +331,7 @@ def test_tensors_are_read_by_their_attributes_alone() -> None:
             return True
 
     tracer = torch.ones(1).as_subclass(Tracer)
-    contract = compiled(x=MetaTensorType(["n", 8], requires_grad=True))
+    contract = contract_of(x=MetaTensorType(["n", 8], requires_grad=True))
     assert contract.check({"x": tracer}).sizes == {"n": 7}
 
 
@@ -343,7 +343,7 @@ def test_cuda_without_an_index_is_every_cuda_device() -> None:
 
     tensor = torch.ones(1).as_subclass(OnCuda)
     for expected in ("cuda", "cuda:1"):
-        compiled(x=MetaTensorType(device=expected)).check({"x": tensor})
+        contract_of(x=MetaTensorType(device=expected)).check({"x": tensor})
     for expected in ("cuda:0", "cpu"):
         line = f"x.device: expected {expected}, got cuda:1"
         assert violations({"x": MetaTensorType(device=expected)}, {"x": tensor}) == [line]
@@ -351,7 +351,7 @@ def test_cuda_without_an_index_is_every_cuda_device() -> None:
 
 def test_other_containers_that_optree_knows() -> None:
     contract = {"x": deque([int, MetaTensorType(["n"])])}
-    assert compiled(**contract).check({"x": deque([1, torch.ones(2)])}).leaves == {
+    assert contract_of(**contract).check({"x": deque([1, torch.ones(2)])}).leaves == {
         ("x", 1): MetaTensorType(["n"])
     }
     assert violations(contract, {"x": deque(["a", 2])}) == [
@@ -367,7 +367,7 @@ class TestTypes:
     def test_fields_of_a_dataclass(self) -> None:
         n = MetaTensorType(["n"])
         contract = {"x": Batch, "y": n}
-        found = compiled(**contract).check({"x": Batch(torch.ones(2, 8)), "y": torch.ones(2)})
+        found = contract_of(**contract).check({"x": Batch(torch.ones(2, 8)), "y": torch.ones(2)})
         assert found.sizes == {"n": 2}
         assert found.leaves == {("x", "x"): MetaTensorType(["n", 8]), ("y",): n}
         wrong = Batch(torch.ones(2, 7), "s")  # type: ignore[arg-type]
@@ -386,17 +386,17 @@ class TestTypes:
 
     def test_a_dataclass_that_optree_was_taught(self) -> None:
         meta = MetaTensorType(["n"])
-        contract = compiled(x=[Point(meta, 3)])  # type: ignore[arg-type]
+        contract = contract_of(x=[Point(meta, 3)])  # type: ignore[arg-type]
         point = [Point(torch.ones(4), 3)]
         path = next(path for path, leaf in _leaves({"x": point}) if isinstance(leaf, torch.Tensor))
         assert contract.check({"x": point}).leaves == {path: meta}
-        described = compiled(x=list[Point]).check({"x": point})
+        described = contract_of(x=list[Point]).check({"x": point})
         assert described.leaves == {path: MetaTensorType()}
 
     def test_named_tuples_of_any_class(self) -> None:
         contract = {"x": parse("namedtuple(weight: f32[n], step: int)"), "y": State}
         good = State(torch.ones(3), 1)
-        found = compiled(**contract).check({"x": good, "y": good})
+        found = contract_of(**contract).check({"x": good, "y": good})
         assert found.leaves == {("x", 0): MetaTensorType(["n"], dtype=torch.float32)}
         assert violations(contract, {"x": State(torch.ones(3, 3), 1.0), "y": (1, 2)}) == [
             "x.weight.shape: expected [n], got [3, 3]",
@@ -410,7 +410,7 @@ class TestTypes:
     def test_tensors_of_a_derived_class(self) -> None:
         described = Annotated[torch.nn.Parameter, MetaTensorType(["n"])]
         parameter = torch.nn.Parameter(torch.ones(2))
-        assert compiled(x=described).check({"x": parameter}).sizes == {"n": 2}
+        assert contract_of(x=described).check({"x": parameter}).sizes == {"n": 2}
         lines = violations({"x": described}, {"x": torch.ones(2)})
         assert lines == ["x: expected Parameter, got f32[2] cpu"]
         lines = violations({"x": described}, {"x": torch.nn.Parameter(torch.ones(2, 2))})
@@ -426,7 +426,7 @@ class TestTypes:
             "-> 'torch.Tensor', got none in int",
         ]
         future = torch.futures.Future()
-        assert compiled(**contract).check({"x": [future], "y": Deep()}) == Bindings({}, {})
+        assert contract_of(**contract).check({"x": [future], "y": Deep()}) == Bindings({}, {})
 
     @pytest.mark.parametrize("kind", [int, float, bool, str])
     def test_members_of_an_enum_and_bools_are_no_numbers(self, kind: type) -> None:
@@ -434,11 +434,11 @@ class TestTypes:
         for value in (3, 3.0, True, "s", Level.LOW, Mode.SUM, None):
             contract = {"x": kind}
             if type(value) is kind:
-                compiled(**contract).check({"x": value})
+                contract_of(**contract).check({"x": value})
             else:
                 (line,) = violations(contract, {"x": value})
                 assert line.startswith(f"x: expected {kind.__name__}, got ")
-        assert compiled(x=parse(kind.__name__)).check({"x": fits[kind]}) == Bindings({}, {})
+        assert contract_of(x=parse(kind.__name__)).check({"x": fits[kind]}) == Bindings({}, {})
 
 
 def _leaves(value: Any) -> list[tuple[Any, Any]]:
@@ -448,11 +448,11 @@ def _leaves(value: Any) -> list[tuple[Any, Any]]:
 
 def test_the_message_is_one_text() -> None:
     with pytest.raises(DescriptorViolation, match=re.escape("x[0].shape[0]: expected 2, got 3")):
-        compiled(x=[MetaTensorType([2])]).check({"x": [torch.ones(3)]})
+        contract_of(x=[MetaTensorType([2])]).check({"x": [torch.ones(3)]})
 
 
 def test_a_name_that_no_dim_is_alone_is_solved_for() -> None:
-    contract = compiled(x=MetaTensorType(["2*n+1", "a*b"]), y=MetaTensorType(["a", "b+m-n"]))
+    contract = contract_of(x=MetaTensorType(["2*n+1", "a*b"]), y=MetaTensorType(["a", "b+m-n"]))
     found = contract.check({"x": torch.ones(7, 6), "y": torch.ones(2, 5)})
     assert dict(found.sizes) == {"a": 2, "n": 3, "b": 3, "m": 5}
 
@@ -545,5 +545,5 @@ def test_shapes_and_layouts(
     meta: MetaTensorType, good: list[torch.Tensor], bad: torch.Tensor, line: str
 ) -> None:
     for x in good:
-        compiled(x=meta).check({"x": x})
+        contract_of(x=meta).check({"x": x})
     assert line in violations({"x": meta}, {"x": bad})
