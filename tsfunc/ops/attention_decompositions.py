@@ -63,8 +63,8 @@ class _Attention:
     def pulled_back(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients by the queries, keys, values and scores."""
         grad = in_accumulation_dtype(grad)
-        pulled = grad @ self.value.mT
-        scores = self.weights * (pulled - (self.weights * pulled).sum(-1, keepdim=True))
+        by_weights = grad @ self.value.mT
+        scores = self.weights * (by_weights - (self.weights * by_weights).sum(-1, keepdim=True))
         gradients = scores @ self.key, scores.mT @ self.query, self.weights.mT @ grad
         scales = self.scale, self.scale, 1.0
         by_query, by_key, by_value = (

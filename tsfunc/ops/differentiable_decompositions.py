@@ -214,15 +214,15 @@ def _normalization_grad(
     return (grad - grad.mean(dims, keepdim=True) - centered * along) * scale
 
 
-def _in_layout_of(x: Tensor, pulled: Tensor) -> Tensor:
+def _in_layout_of(x: Tensor, cotangent: Tensor) -> Tensor:
     """Return a gradient in the layout of torch's operators for norms: channels last, or contiguous.
 
     A program views the result as its trace did, which has the operator's layout.
     """
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     if last and not x.is_contiguous():
-        return pulled.contiguous(memory_format=torch.channels_last)
-    return pulled.contiguous()
+        return cotangent.contiguous(memory_format=torch.channels_last)
+    return cotangent.contiguous()
 
 
 def layer_norm_backward(
@@ -247,10 +247,10 @@ def layer_norm_backward(
     eps = scale.detach().square().reciprocal() - var.detach()
     scale = (var + eps).rsqrt()
     outer = list(range(x.dim() - len(shape)))
-    pulled = cotangent if weight is None else cotangent * weight
+    by_normalized = cotangent if weight is None else cotangent * weight
     scaled = cotangent * (wide - mean) * scale
     return (
-        _normalization_grad(wide, pulled, mean, scale, dims).to(x.dtype).contiguous()
+        _normalization_grad(wide, by_normalized, mean, scale, dims).to(x.dtype).contiguous()
         if mask[0]
         else None,
         _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
@@ -280,7 +280,7 @@ def batch_norm_backward(
         in_accumulation_dtype(x),
         in_accumulation_dtype(grad),
     )
-    pulled = cotangent if weight is None else cotangent * _column(weight, x)
+    by_normalized = cotangent if weight is None else cotangent * _column(weight, x)
     if training:
         mean = wide.mean(dims, keepdim=True)
         scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
@@ -290,7 +290,11 @@ def batch_norm_backward(
         mean, scale = _column(running_mean, x), _column((running_var + eps).rsqrt(), x)
     by_x = None
     if mask[0]:
-        by_x = _normalization_grad(wide, pulled, mean, scale, dims) if training else pulled * scale
+        by_x = (
+            _normalization_grad(wide, by_normalized, mean, scale, dims)
+            if training
+            else by_normalized * scale
+        )
     return (
         None if by_x is None else _in_layout_of(x, by_x.to(x.dtype)),
         (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
@@ -301,9 +305,9 @@ def batch_norm_backward(
 def binary_cross_entropy_backward(
     grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
-    pulled = grad * (x - target) / (x * (1 - x)).clamp_min(1e-12)
-    pulled = pulled if weight is None else pulled * weight
-    return pulled / x.numel() if reduction == 1 else pulled
+    by_x = grad * (x - target) / (x * (1 - x)).clamp_min(1e-12)
+    by_x = by_x if weight is None else by_x * weight
+    return by_x / x.numel() if reduction == 1 else by_x
 
 
 def binary_cross_entropy(
@@ -333,8 +337,8 @@ def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
 def soft_margin_loss_backward(
     grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1
 ) -> Tensor:
-    pulled = -grad * target * torch.sigmoid(-target * x)
-    return pulled / x.numel() if reduction == 1 else pulled
+    by_x = -grad * target * torch.sigmoid(-target * x)
+    return by_x / x.numel() if reduction == 1 else by_x
 
 
 def _reduced(losses: Tensor, reduction: int) -> Tensor:
@@ -379,10 +383,10 @@ def nll_loss_backward(
 ) -> Tensor:
     """``aten::nll_loss_backward`` and ``aten::nll_loss2d_backward``."""
     classes, target, _, weights = _class_weights(x, target, weight, ignore_index)
-    pulled = -grad * weights
-    pulled = pulled / weights.sum() if reduction == 1 else pulled
+    by_chosen = -grad * weights
+    by_chosen = by_chosen / weights.sum() if reduction == 1 else by_chosen
     return torch.zeros_like(x).scatter(
-        classes, target.unsqueeze(classes), pulled.unsqueeze(classes)
+        classes, target.unsqueeze(classes), by_chosen.unsqueeze(classes)
     )
 
 
@@ -439,14 +443,14 @@ def group_norm_backward(
     # The saved scale determines eps, which has no derivative.
     eps = scale.detach().reshape(n, groups, 1, 1).square().reciprocal() - var.detach()
     scale = (var + eps).rsqrt()
-    pulled = cotangent
+    by_normalized = cotangent
     if weight is not None:
-        pulled = cotangent * weight.reshape(1, groups, c // groups, 1)
+        by_normalized = cotangent * weight.reshape(1, groups, c // groups, 1)
     scaled = cotangent * (wide - mean) * scale
     return (
-        _in_layout_of(x, _normalization_grad(wide, pulled, mean, scale, dims).reshape(x.shape)).to(
-            x.dtype
-        )
+        _in_layout_of(
+            x, _normalization_grad(wide, by_normalized, mean, scale, dims).reshape(x.shape)
+        ).to(x.dtype)
         if mask[0]
         else None,
         scaled.sum([0, 3]).reshape(c).to(x.dtype) if mask[1] else None,
@@ -460,8 +464,8 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     margin, elsewhere = (0.0, math.nan) if eps is None or eps < 0 else (eps, 0.0)
     outside = (x < margin) | (x > 1 - margin)
     probability = torch.where(outside, 0.5, in_accumulation_dtype(x))
-    pulled = in_accumulation_dtype(grad) / (probability * (1 - probability))
-    return torch.where(outside, elsewhere, pulled).to(x.dtype)
+    by_x = in_accumulation_dtype(grad) / (probability * (1 - probability))
+    return torch.where(outside, elsewhere, by_x).to(x.dtype)
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

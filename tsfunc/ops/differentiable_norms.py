@@ -158,8 +158,10 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tens
 
 def pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tensor:
     first, second = _pairs(x)
-    pulled = grad.unsqueeze(-1) * _directions(x[first] - x[second], p)
-    return torch.zeros_like(x).index_add(0, first, pulled).index_add(0, second, -pulled)
+    by_difference = grad.unsqueeze(-1) * _directions(x[first] - x[second], p)
+    return (
+        torch.zeros_like(x).index_add(0, first, by_difference).index_add(0, second, -by_difference)
+    )
 
 
 def weight_norm_backward(

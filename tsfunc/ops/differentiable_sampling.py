@@ -66,9 +66,9 @@ def grid_sampler_backward(
     by_x = by_grid = None
     if mask[0]:
         weight = _of_all_dims([taps.weight for taps in dims], torch.mul) * inside
-        pulled = (cotangent * weight.unsqueeze(1)).flatten(2)
+        by_sample = (cotangent * weight.unsqueeze(1)).flatten(2)
         flat = x.new_zeros((n, channels, math.prod(shape)))
-        by_x = flat.scatter_add(2, at, pulled).view(x.shape)
+        by_x = flat.scatter_add(2, at, by_sample).view(x.shape)
     if mask[1]:
         pixels = x.flatten(2).gather(2, at).unflatten(2, index.shape[1:])
         along = (cotangent * pixels).sum(1) * inside  # (n, points, taps)

@@ -165,19 +165,19 @@ def check_grads(
         atol or 1e-5,
         " in float64",
     )
-    out, pushed = jvp(func, args, directions)
+    out, tangents_out = jvp(func, args, directions)
     want = jvp(widely, wide_args, wide_directions)[1]
     moved = jvp(widely, rounded_otherwise(wide_args, epsilon(args)), wide_directions)[1]
     unsure = uncertainty(moved, want, epsilon(args))
     close = rtol or relative(args)
-    same("jvp(f) and jvp(f) in float64", wide(pushed), want, close, atol or unsure)
+    same("jvp(f) and jvp(f) in float64", wide(tangents_out), want, close, atol or unsure)
     cotangents = _like(out)
-    pulled = vjp(func, *args)[1](cotangents)
+    cts_in = vjp(func, *args)[1](cotangents)
     size = largest(cotangents) * sum(leaf.numel() for leaf in pytrees.leaves_of(out))
     same(
         "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
-        inner(wide(cotangents), wide(pushed)),
-        inner(wide(pulled), wide_directions),
+        inner(wide(cotangents), wide(tangents_out)),
+        inner(wide(cts_in), wide_directions),
         close,
         atol or 2 * size * unsure,
     )
@@ -205,21 +205,21 @@ def _check_differences(
     where: str = "",
 ) -> None:
     """Check ``jvp(func)`` against central differences, and ``vjp(func)`` against ``jvp(func)``."""
-    out, pushed = jvp(func, args, directions)
+    out, tangents_out = jvp(func, args, directions)
     _check_quotients(
         f"jvp(f){where} and central differences",
-        pushed,
+        tangents_out,
         lambda step: func(*(x + step * t for x, t in zip(args, directions, strict=True))),
         steps,
         rtol,
         atol,
     )
     cotangents = _like(out)
-    pulled = vjp(func, *args)[1](cotangents)
+    cts_in = vjp(func, *args)[1](cotangents)
     same(
         f"<cotangent, jvp(direction)> and <vjp(cotangent), direction>{where}",
-        inner(cotangents, pushed),
-        inner(pulled, directions),
+        inner(cotangents, tangents_out),
+        inner(cts_in, directions),
         rtol,
         atol,
     )
@@ -227,7 +227,7 @@ def _check_differences(
 
 def _check_quotients(
     label: str,
-    pushed: Any,
+    tangents_out: Any,
     along: Callable[[float], Any],
     steps: Sequence[float],
     rtol: float,
@@ -255,16 +255,16 @@ def _check_quotients(
     first: AssertionError | None = None
     for step in steps:
         try:
-            same(label, pushed, mapped(central, along(step), along(-step)), rtol, atol)
+            same(label, tangents_out, mapped(central, along(step), along(-step)), rtol, atol)
             return
         except AssertionError as error:
             first = first or error
     assert first is not None
     if len(steps) == 1:  # a step that the user gave may be long
         raise first
-    between = mapped(nearest, pushed, along(step), along(0.0), along(-step))
+    between = mapped(nearest, tangents_out, along(step), along(0.0), along(-step))
     try:
-        same(label, pushed, between, rtol, atol)
+        same(label, tangents_out, between, rtol, atol)
     except AssertionError:
         raise first from None
 
@@ -365,7 +365,7 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
     def gradient(*one: torch.Tensor) -> Any:
         return vjp(scalar, *one)[1](torch.ones_like(scalar(*one)))
 
-    def pushed(*one: torch.Tensor) -> Any:
+    def tangents_out(*one: torch.Tensor) -> Any:
         return jvp(func, one, tuple(x.cos() for x in one))[1]
 
     def pushed_gradient(*one: torch.Tensor) -> Any:
@@ -378,13 +378,13 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
         ("vmap(f)", vmap(func), func),
         ("vmap(grad(f))", vmap(gradient), gradient),
         ("grad(vmap(f))", total_gradient, gradient),
-        ("vmap(jvp(f))", vmap(pushed), pushed),
-        ("jvp(vmap(f))", _pushed_batch(func), pushed),
+        ("vmap(jvp(f))", vmap(tangents_out), tangents_out),
+        ("jvp(vmap(f))", _jvp_of_vmap(func), tangents_out),
         ("vmap(jvp(grad(f)))", vmap(pushed_gradient), pushed_gradient),
     ]
 
 
-def _pushed_batch(func: Callable[..., Any]) -> Callable[..., Any]:
+def _jvp_of_vmap(func: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *batch: jvp(vmap(func), batch, tuple(x.cos() for x in batch))[1]
 
 

@@ -67,6 +67,6 @@ def check_shard_map(
             )
 
         tangents, cotangents = like(args), like(want)
-        pulled, pushed = vjp(mapped, *args)[1](cotangents), jvp(mapped, args, tangents)[1]
-        same(f"vjp {where}", pulled, vjp(virtual, *args)[1](cotangents), rtol, atol)
-        same(f"jvp {where}", pushed, jvp(virtual, args, tangents)[1], rtol, atol)
+        cts_in, tangents_out = (vjp(mapped, *args)[1](cotangents), jvp(mapped, args, tangents)[1])
+        same(f"vjp {where}", cts_in, vjp(virtual, *args)[1](cotangents), rtol, atol)
+        same(f"jvp {where}", tangents_out, jvp(virtual, args, tangents)[1], rtol, atol)

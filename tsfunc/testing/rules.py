@@ -106,17 +106,17 @@ def _check(
         _check_types(functools.partial(of_chosen, leaves=given), [given[i] for i in wrt])
     _check_derivatives(of_chosen, primals, cotangents, eps, rtol, atol)
 
-    def pulled(*values: Any) -> Any:
+    def cts_in(*values: Any) -> Any:
         return vjp(of_chosen, *values)[1](tuple(cotangents))
 
     if order == 2:
         second = [torch.randn_like(x) for x in primals]
         where = "of the second order: "
-        _check_derivatives(pulled, primals, second, eps, rtol, atol, where)
+        _check_derivatives(cts_in, primals, second, eps, rtol, atol, where)
 
     for bdims in _batchings(primals, range(len(primals))):
         what = f"vmap of reverse mode over {_spelled(bdims)} and the stacked loop"
-        _check_loop(what, pulled, primals, bdims, rtol, atol)
+        _check_loop(what, cts_in, primals, bdims, rtol, atol)
 
 
 def _check_value(func: custom_jvp[Any], args: tuple[Any, ...], rtol: float, atol: float) -> None:
@@ -141,10 +141,10 @@ def _check_types(
 
     own = func(*primals)
     where = f"for arguments of {', '.join(types(primals))}: the types of "
-    values, pull = vjp(func, *primals)
+    values, pullback = vjp(func, *primals)
     _equal(f"{where}the value under reverse mode and of the function", values, own, types)
-    pulled = pull(tuple(torch.ones_like(x) for x in values))
-    _equal(f"{where}the cotangents and of the arguments", pulled, primals, types)
+    cts_in = pullback(tuple(torch.ones_like(x) for x in values))
+    _equal(f"{where}the cotangents and of the arguments", cts_in, primals, types)
     duals = _forward(func, primals, [torch.ones_like(x) for x in primals])
     if duals is not None:
         _equal(f"{where}the value under forward mode and of the function", duals[0], own, types)
@@ -186,27 +186,27 @@ def _check_derivatives(
     after = func(*(x + eps * t for x, t in zip(primals, directions, strict=True)))
     before = func(*(x - eps * t for x, t in zip(primals, directions, strict=True)))
     quotient = tuple((a - b) / (2 * eps) for a, b in zip(after, before, strict=True))
-    values, pull = vjp(func, *primals)
+    values, pullback = vjp(func, *primals)
     own = func(*primals)
     same(f"{where}the value under reverse mode and the function", values, own, rtol, atol)
-    pulled = pull(tuple(cotangents))
-    product = inner(pulled, directions)
+    cts_in = pullback(tuple(cotangents))
+    product = inner(cts_in, directions)
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
     same(what, product, inner(cotangents, quotient), rtol, atol)
     forward = _forward(func, primals, directions)
     if forward is None:
         return
-    values, pushed = forward
+    values, tangents_out = forward
     same(f"{where}the value under forward mode and the function", values, own, rtol, atol)
     same(
         f"{where}forward mode, jvp(direction), and central differences",
-        pushed,
+        tangents_out,
         quotient,
         rtol,
         atol,
     )
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
-    same(what, product, inner(cotangents, pushed), rtol, atol)
+    same(what, product, inner(cotangents, tangents_out), rtol, atol)
 
 
 Batching = list[int | None]

@@ -234,7 +234,7 @@ class _RecordedBatchCall(Function):
         wrt = [i for i, x in enumerate(tensors) if plan.recorded[i] and is_differentiable(x)]
         of = [j for j, ct in enumerate(cotangents) if ct is not None and is_differentiable(ct)]
 
-        def pull(values: Sequence[Any], flags: Sequence[bool]) -> Any:
+        def pullback_of_batch(values: Sequence[Any], flags: Sequence[bool]) -> Any:
             inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
             given = values[len(tensors) :]
 
@@ -247,21 +247,23 @@ class _RecordedBatchCall(Function):
             _, pullback = vjp(run, *(inputs[i] for i in wrt))
             size = plan.level.batch_size
             pairs = zip(given, flags[len(tensors) :], strict=True)
-            pulled = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
-            return pulled, [True] * len(wrt)
+            cts_in = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
+            return cts_in, [True] * len(wrt)
 
-        results = call_whole_batch(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
-        pulled: list[Any] = [None] * len(tensors)
+        results = call_whole_batch(
+            pullback_of_batch, plan.level, [*tensors, *(cotangents[j] for j in of)]
+        )
+        cts_in: list[Any] = [None] * len(tensors)
         for i, value in zip(wrt, results, strict=True):
-            pulled[i] = value
-        return (None, None, *pulled)
+            cts_in[i] = value
+        return (None, None, *cts_in)
 
     @staticmethod
     def jvp(ctx: Any, _plan: Any, _mode: Any, *tangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
         wrt = [i for i, t in enumerate(tangents) if t is not None]
 
-        def push(values: Sequence[Any], flags: Sequence[bool]) -> Any:
+        def pushforward_of_batch(values: Sequence[Any], flags: Sequence[bool]) -> Any:
             inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
             given = values[len(tensors) :]
             batched: list[bool] = []
@@ -280,7 +282,11 @@ class _RecordedBatchCall(Function):
             )
             return jvp(run, primals, directions)[1], batched
 
-        return tuple(call_whole_batch(push, plan.level, [*tensors, *(tangents[i] for i in wrt)]))
+        return tuple(
+            call_whole_batch(
+                pushforward_of_batch, plan.level, [*tensors, *(tangents[i] for i in wrt)]
+            )
+        )
 
 
 def _batched_at(

@@ -119,7 +119,7 @@ class custom_jvp(Rule[Result]):
             return self.func(*args)
         return self.call_differentiably(args)
 
-    def pushed(
+    def pushforward(
         self, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
         """Return the tangents of the result's tensors; None for zeros."""
@@ -218,26 +218,26 @@ class _Jvp(RuleFunction):
         needed = ctx.needs_input_grad[2 : 2 + call.count]
         by = [i for i, need in enumerate(needed) if need and is_differentiable(operands[i])]
         of = [i for i, ct in enumerate(cotangents) if ct is not None and is_differentiable(ct)]
-        pulled: list[Any] = [None] * call.count
+        cts_in: list[Any] = [None] * call.count
         since = next_sequence_number()
 
-        def pushed(*tangents: Any) -> tuple[Any, ...]:
+        def pushforward(*tangents: Any) -> tuple[Any, ...]:
             given: list[Any] = [None] * call.count
             for i, tangent in zip(by, tangents, strict=True):
                 given[i] = tangent
             with _transposing(tangents, since):
-                tangents_out = call.rule.pushed(call, sizes, operands, given)
+                tangents_out = call.rule.pushforward(call, sizes, operands, given)
             return tuple(
                 call.results[i].zero() if tangents_out[i] is None else tangents_out[i] for i in of
             )
 
         if of and by:
             with call.substituting_consts(operands):
-                _, pull = vjp(pushed, *[torch.zeros_like(operands[i]) for i in by])
-                for i, value in zip(by, pull(tuple(cotangents[i] for i in of)), strict=True):
-                    pulled[i] = value
+                _, pullback = vjp(pushforward, *[torch.zeros_like(operands[i]) for i in by])
+                for i, value in zip(by, pullback(tuple(cotangents[i] for i in of)), strict=True):
+                    cts_in[i] = value
         others = RuleFunction.others(call, operands, ctx.depends and bool(of))
-        return (None, None, *pulled, *others)
+        return (None, None, *cts_in, *others)
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
@@ -245,9 +245,9 @@ class _Jvp(RuleFunction):
         if ctx.depends and tangents[-1] is not None:
             call.raise_undefined()
         with call.substituting_consts(operands):
-            pushed = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
+            pushforward = call.rule.pushforward(call, ctx.sizes, operands, tangents[: call.count])
         # torch needs dense zeros for the tangents of results.
-        pairs = zip(pushed, call.results, strict=True)
+        pairs = zip(pushforward, call.results, strict=True)
         return tuple(x.zero() if t is None and x.is_differentiable else t for t, x in pairs)
 
 

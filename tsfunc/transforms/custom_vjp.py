@@ -177,8 +177,8 @@ class _Vjp(RuleFunction):
                 _, residuals = call.rule.forward(call, fixed, rest)
             else:
                 residuals = pytrees.unflatten(ctx.tree, with_replaced(ctx.rest, ctx.at, kept))
-            pulled = pulled_by_rule(call, fixed, rest, residuals, cotangents, operands)
-        return (None, None, *pulled, *RuleFunction.others(call, operands, ctx.depends))
+            cts_in = cotangents_by_rule(call, fixed, rest, residuals, cotangents, operands)
+        return (None, None, *cts_in, *RuleFunction.others(call, operands, ctx.depends))
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
@@ -201,22 +201,22 @@ def _pushed(
     by = [i for i, t in enumerate(tangents) if t is not None and is_differentiable(operands[i])]
     zeros = [x.zero() for x in call.results]
 
-    def pull(*cotangents: Any) -> tuple[Any, ...]:
+    def pullback(*cotangents: Any) -> tuple[Any, ...]:
         given = with_replaced(zeros, of, cotangents)
-        pulled = pulled_by_rule(call, fixed, rest, residuals, given, operands)
-        return tuple(torch.zeros_like(operands[i]) if pulled[i] is None else pulled[i]
+        cts_in = cotangents_by_rule(call, fixed, rest, residuals, given, operands)
+        return tuple(torch.zeros_like(operands[i]) if cts_in[i] is None else cts_in[i]
                      for i in by)  # fmt: skip
 
     # torch needs dense zeros for the tangents of results.
-    pushed = [zeros[i] if i in of else None for i in range(len(zeros))]
+    tangents_out = [zeros[i] if i in of else None for i in range(len(zeros))]
     if of and by:
-        _, push = vjp(pull, *[zeros[i] for i in of])
-        for i, value in zip(of, push(tuple(tangents[i] for i in by)), strict=True):
-            pushed[i] = value
-    return tuple(pushed)
+        _, pushforward = vjp(pullback, *[zeros[i] for i in of])
+        for i, value in zip(of, pushforward(tuple(tangents[i] for i in by)), strict=True):
+            tangents_out[i] = value
+    return tuple(tangents_out)
 
 
-def pulled_by_rule(
+def cotangents_by_rule(
     call: RuleCall, fixed: Any, rest: Any, residuals: Any, cotangents: Any, operands: Sequence[Any]
 ) -> list[Any]:
     """Return a cotangent for each differentiated tensor, from the rule's tuple of pytrees."""
@@ -227,9 +227,9 @@ def pulled_by_rule(
         for ct, x in zip(cotangents, call.results, strict=True)
     ]
     ct = call.result(given, lambda x: zero_from_primal(x, symbolic))
-    pulled = rule.backward(fixed, residuals, ct, rest)
+    cts_in = rule.backward(fixed, residuals, ct, rest)
     flat: list[Any] = []
-    for number, (arg, cotangent) in enumerate(zip(rest, pulled, strict=True)):
+    for number, (arg, cotangent) in enumerate(zip(rest, cts_in, strict=True)):
         flat += _leaves_like(rule, number, arg, cotangent)
     gradients: list[Any] = []
     for position, x in zip(call.positions[: call.count], operands, strict=False):
@@ -304,10 +304,10 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
         return value(*args), args
 
     def bwd(args: Any, cotangent: Any) -> Any:
-        pulled = pair(*args)[1](cotangent)
-        if len(args) == 1 and not (isinstance(pulled, tuple | list) and len(pulled) == 1):
-            return (pulled,)
-        return pulled
+        cts_in = pair(*args)[1](cotangent)
+        if len(args) == 1 and not (isinstance(cts_in, tuple | list) and len(cts_in) == 1):
+            return (cts_in,)
+        return cts_in
 
     made = custom_vjp(like(func)(value))
     name = made.name

@@ -46,12 +46,12 @@ class Linear:
         other = Linear(self.label, self.count, product, self.transposed, self.solve)
         return _conjugated(solve_equation(other, _conjugated(ct), consts)[: self.count])
 
-    def pull(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
+    def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
         w = self.adjoint(ct, consts)
         return w, _pulled(lambda own: self.product(x, own), consts, w)
 
-    def push(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
+    def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
         """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
@@ -99,11 +99,11 @@ class Root:
 
         return Linear(self.label, count, product, solve, transposed)
 
-    def pull(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
+    def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         w = self.at_root().adjoint(ct, [*x, *consts])
         return [None] * self.count, _pulled(lambda own: self.residual(x, own), consts, w)
 
-    def push(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
+    def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
         moved = _pushed(lambda own: self.residual(x, own), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
@@ -116,8 +116,8 @@ def _conjugated(values: Values) -> list[torch.Tensor]:
 
 def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
     """Return the transpose of a linear map at cotangents ``values``; vjp gives its conjugate."""
-    _, pull = vjp(linear, *[torch.zeros_like(x) for x in values])
-    return _conjugated(pull(tuple(_conjugated(values))))
+    _, pullback = vjp(linear, *[torch.zeros_like(x) for x in values])
+    return _conjugated(pullback(tuple(_conjugated(values))))
 
 
 def _differentiable(consts: Values) -> list[int]:
@@ -129,10 +129,10 @@ def _pulled(function: Callable[[Values], Values], consts: Values, w: Values) -> 
     by = _differentiable(consts)
     gradients: list[Any] = [None] * len(consts)
     if by:
-        _, pull = vjp(
+        _, pullback = vjp(
             lambda *own: tuple(function(with_replaced(consts, by, own))), *[consts[i] for i in by]
         )
-        for i, value in zip(by, pull(tuple(-x for x in w)), strict=True):
+        for i, value in zip(by, pullback(tuple(-x for x in w)), strict=True):
             gradients[i] = value
     return gradients
 
@@ -208,12 +208,14 @@ class SolveFunction(Function):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         x, consts = SolveFunction.parts(ctx)
-        given, others = ctx.call.equation.pull(x, cotangents[: len(x)], consts)
+        given, others = ctx.call.equation.pullback(x, cotangents[: len(x)], consts)
         return (None, *given, *others)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         x, consts = SolveFunction.parts(ctx)
-        pushed = ctx.call.equation.push(x, tangents[: len(x)], consts, tangents[len(x) :])
+        tangents_out = ctx.call.equation.pushforward(
+            x, tangents[: len(x)], consts, tangents[len(x) :]
+        )
         others = ctx.call.rest.count(TENSOR) - len(x)
-        return (*pushed, *[None] * others)
+        return (*tangents_out, *[None] * others)

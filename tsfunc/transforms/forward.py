@@ -202,13 +202,13 @@ def _jvp(
     if not may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
-            pushed = _push(func, flat, directions, spec, level, strict, has_aux)
-        return pushed if level is not None else pytrees.tree_map(_released, pushed)
+            results = _pushforward(func, flat, directions, spec, level, strict, has_aux)
+        return results if level is not None else pytrees.tree_map(_released, results)
     own = GradLevel("jvp")
     own.outside_roots = func, flat, directions
     try:
         with own, watching_random():
-            pushed = _push(func, flat, directions, spec, own, strict, has_aux)
+            results = _pushforward(func, flat, directions, spec, own, strict, has_aux)
     except BaseException:
         if STATE_WRITES:
             restore_state(own)
@@ -216,7 +216,7 @@ def _jvp(
     if STATE_WRITES:
         refuse_state_writes(own)
     return pytrees.tree_map(
-        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, pushed
+        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, results
     )
 
 
@@ -230,7 +230,7 @@ def _released(value: Any) -> Any:
     return value if autograd.reaches_active_leaves(value) else autograd.detached(value)
 
 
-def _push(
+def _pushforward(
     func: Callable[..., Any],
     flat: Sequence[torch.Tensor],
     directions: Sequence[torch.Tensor],
@@ -247,7 +247,7 @@ def _push(
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_unrecorded(leaves, level)
-        values, pushed = [], []
+        values, tangents_out = [], []
         for leaf in leaves:
             value, tangent = _primal_and_tangent(leaf, level)
             if tangent is None:
@@ -258,13 +258,13 @@ def _push(
                     )
                 tangent = torch.zeros_like(value)
             values.append(value)
-            pushed.append(tangent)
+            tangents_out.append(tangent)
         if has_aux:
             aux = pytrees.tree_map(
                 lambda x: _primal_and_tangent(x, level)[0] if isinstance(x, torch.Tensor) else x,
                 aux,
             )
-    results = pytrees.unflatten(out_spec, values), pytrees.unflatten(out_spec, pushed)
+    results = pytrees.unflatten(out_spec, values), pytrees.unflatten(out_spec, tangents_out)
     return (*results, aux) if has_aux else results
 
 
@@ -303,12 +303,14 @@ def _by_double_backward(
 
         return run
 
-    out, pull, *rest = inner_vjp(noted(func), *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
+    out, pullback, *rest = inner_vjp(
+        noted(func), *pytrees.unflatten(spec, list(flat)), has_aux=has_aux
+    )
     zeros = pytrees.tree_map(torch.zeros_like, out)
-    _, push = inner_vjp(noted(pull), zeros)
-    (tangent,) = push(pytrees.unflatten(spec, list(directions)))
+    _, pushforward = inner_vjp(noted(pullback), zeros)
+    (tangent,) = pushforward(pytrees.unflatten(spec, list(directions)))
     level = level_of((flat, directions))
-    pushed = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
-    if not autograd.reaches_other_leaves(pushed, own, level):
+    tangents_out = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
+    if not autograd.reaches_other_leaves(tangents_out, own, level):
         tangent = pytrees.tree_map(autograd.detached, tangent)
     return (out, tangent, *rest)

@@ -143,7 +143,7 @@ def implicit_root(
     def residual(*values: Any) -> Any:
         return unknown.leaves("f", f(unknown.tree(values[:count])))
 
-    def pushed(*values: Any) -> Any:
+    def pushforward(*values: Any) -> Any:
         """Return the tangent solution at a root; the arguments are the root and the rhs."""
         root, given = values[:count], values[count:]
 
@@ -154,7 +154,7 @@ def implicit_root(
         solver = tangent_solve or unknown.solve_densely
         return unknown.leaves("tangent_solve", solver(derivative, unknown.tree(given)))
 
-    return unknown.result(Root, [residual, unknown.solver("solve", solve, f), pushed])
+    return unknown.result(Root, [residual, unknown.solver("solve", solve, f), pushforward])
 
 
 class _Unknown:

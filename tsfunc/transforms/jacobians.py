@@ -147,12 +147,12 @@ def jacrev(
         if chunks != "auto" and (other := delegate("jacrev")) is not None:
             return other(func, argnums, has_aux=has_aux, chunk_size=chunks)(*args, **kwargs)
         flat, spec, of_leaves = _flat_function("jacrev", func, argnums, args, kwargs)
-        out, pull, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
+        out, pullback, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
         outs, out_spec = flatten_tensors("jacrev", "the output", out)
         refuse_complex("jacrev", "outputs", outs)
 
         def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
-            return pull(pytrees.unflatten(out_spec, cotangents))
+            return pullback(pytrees.unflatten(out_spec, cotangents))
 
         if chunk_size == 1 or any(map(is_dtensor, outs)):
             # A batch of plain cotangents can't be replicated as DTensors.
@@ -175,14 +175,14 @@ def jacrev(
 
 
 def _rows_without_vmap(
-    pull: Callable[[Sequence[torch.Tensor]], Any], outs: Sequence[torch.Tensor]
+    pullback: Callable[[Sequence[torch.Tensor]], Any], outs: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Compute the rows without vmap, for backward passes that can't be batched."""
     numbers = torch.arange(sum(out.numel() for out in outs))
     if not len(numbers):
-        return vmap(pull)(_basis_vectors(outs))
-    pulled = [pull(_unit(number, outs)) for number in numbers]
-    return [torch.stack(entries) for entries in zip(*pulled, strict=True)]
+        return vmap(pullback)(_basis_vectors(outs))
+    rows = [pullback(_unit(number, outs)) for number in numbers]
+    return [torch.stack(entries) for entries in zip(*rows, strict=True)]
 
 
 def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -238,12 +238,12 @@ def jacfwd(
             return other(func, argnums, has_aux, randomness=randomness)(*args, **kwargs)
         flat, spec, of_leaves = _flat_function("jacfwd", func, argnums, args, kwargs)
 
-        def push(directions: Sequence[torch.Tensor]) -> Any:
+        def pushforward(directions: Sequence[torch.Tensor]) -> Any:
             out, tangent, *rest = jvp(of_leaves, tuple(flat), tuple(directions), has_aux=has_aux)
             refuse_complex("jacfwd", "outputs", pytrees.leaves_of(out))
             return (tangent, *rest)
 
-        columns, *rest = _with_unmapped_aux(push, randomness)(_basis_vectors(flat))
+        columns, *rest = _with_unmapped_aux(pushforward, randomness)(_basis_vectors(flat))
         leaves, out_spec = pytrees.flatten(columns)
         nested = [pytrees.unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
         result = pytrees.unflatten(out_spec, nested)
@@ -252,12 +252,12 @@ def jacfwd(
     return jacobian
 
 
-def _with_unmapped_aux(push: Callable[..., Any], randomness: str) -> Callable[..., Any]:
+def _with_unmapped_aux(pushforward: Callable[..., Any], randomness: str) -> Callable[..., Any]:
     """vmap a function over directions; its auxiliary result is the same for every direction."""
     aux: list[Any] = []
 
     def tangent_only(directions: Any) -> Any:
-        tangent, *rest = push(directions)
+        tangent, *rest = pushforward(directions)
         aux.extend(rest)
         return tangent
 

@@ -120,8 +120,8 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:
         given = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
-        pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True, outlives=True)
-        return pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
+        cts_in = recorded.pullback([_conjugate(ct) for ct in given], retain=True, outlives=True)
+        return pytrees.unflatten(spec, [_conjugate(ct) for ct in cts_in])
 
     return transposed
 
@@ -163,9 +163,9 @@ def _check_linear(label: str, recorded: RecordedRun) -> None:
         cotangents = autograd.backward(
             recorded.outputs, seeds, recorded.inputs, create_graph=True, retain_graph=True
         )
-    pulled = [ct for ct in cotangents if ct is not None]
+    cts_in = [ct for ct in cotangents if ct is not None]
     for i, x in enumerate(recorded.inputs):
-        if autograd.depends_on(pulled, x):
+        if autograd.depends_on(cts_in, x):
             raise ValueError(
                 f"{label}: the function is not linear: its derivative depends on the value of "
                 f"flattened argument {i}. For the transpose of its derivative at a point use vjp."

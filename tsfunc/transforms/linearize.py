@@ -92,18 +92,18 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     zeros = [torch.zeros_like(x) for x in outs]
     differentiable = [i for i, x in enumerate(outs) if autograd.is_differentiable(x)]
 
-    def pull_differentiable(*cotangents: torch.Tensor) -> Any:
-        return recorded.pull(with_replaced(zeros, differentiable, cotangents), retain=True)
+    def pullback(*cotangents: torch.Tensor) -> Any:
+        return recorded.pullback(with_replaced(zeros, differentiable, cotangents), retain=True)
 
-    _, push = vjp(pull_differentiable, *[zeros[i] for i in differentiable])
+    _, pushforward = vjp(pullback, *[zeros[i] for i in differentiable])
 
     @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
         given = _match(tangents, flat, spec)
-        pushed = list(zeros)
-        for i, tangent in zip(differentiable, push(given), strict=True):
-            pushed[i] = tangent
-        return pytrees.unflatten(out_spec, pushed)
+        tangents_out = list(zeros)
+        for i, tangent in zip(differentiable, pushforward(given), strict=True):
+            tangents_out[i] = tangent
+        return pytrees.unflatten(out_spec, tangents_out)
 
     output = pytrees.unflatten(out_spec, [recorded.released(out) for out in outs])
     return (output, jvp_fn, *recorded.released_aux(aux))

@@ -21,7 +21,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_tangents
-from tsfunc.bridge.grad.linear_level import pull_linearly
+from tsfunc.bridge.grad.linear_level import pullback_linearly
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
@@ -109,7 +109,7 @@ class RecordedRun:
                 "the pullback was made in."
             )
 
-    def pull(
+    def pullback(
         self, cotangents: Sequence[torch.Tensor], *, retain: bool, outlives: bool = False
     ) -> list[torch.Tensor]:
         """Return a cotangent for each input; zeros if no output depends on the input.
@@ -140,14 +140,14 @@ class RecordedRun:
         escapes = outlives and level is None
         escapes = escapes and not in_backward_pass() and not self.in_jvp
         if create and not others and escapes and self._is_plain(lifted):
-            pulled = pull_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
-            return self._with_zeros(pulled)
+            cts_in = pullback_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
+            return self._with_zeros(cts_in)
         again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording_at(level) if again else autograd.unrecorded(level):
-            pulled = autograd.backward(
+            cts_in = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
-            full = self._with_zeros(pulled)
+            full = self._with_zeros(cts_in)
         return [autograd.detached(g) for g in full] if again and not create else full
 
     def _is_plain(self, cotangents: Sequence[torch.Tensor]) -> bool:
@@ -158,8 +158,8 @@ class RecordedRun:
             for x in (*self.inputs, *self.outputs, *cotangents)
         )
 
-    def _with_zeros(self, pulled: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        pairs = zip(pulled, self.inputs, strict=True)
+    def _with_zeros(self, cts_in: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        pairs = zip(cts_in, self.inputs, strict=True)
         return [torch.zeros_like(x) if g is None else g for g, x in pairs]
 
     def released(self, value: Any) -> Any:
@@ -275,8 +275,8 @@ def _vjp(func: Callable[..., Any], primals: Sequence[Any], has_aux: bool, *, out
         recorded.refuse_inner_duals(flat_cotangents)
         create = torch.is_grad_enabled() if create_graph is None else create_graph
         with torch.set_grad_enabled(create):
-            pulled = recorded.pull(flat_cotangents, retain=retain_graph, outlives=outlives)
-        return pytrees.unflatten(spec, pulled)
+            cts_in = recorded.pullback(flat_cotangents, retain=retain_graph, outlives=outlives)
+        return pytrees.unflatten(spec, cts_in)
 
     out = pytrees.unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
     if has_aux:
@@ -336,12 +336,12 @@ def _value_and_grad(
 
     recorded, (out, aux) = run_recorded(run, flat, (args, kwargs))
     value = recorded.outputs[0]
-    pulled = recorded.pull([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
+    cts_in = recorded.pullback([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
     recorded.ended()
     value = recorded.released(out)
     if not recorded.outer_grad:
-        pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)
-    grads = pytrees.unflatten(spec, pulled)
+        cts_in, value = ([autograd.detached(g) for g in cts_in], autograd.detached(value))
+    grads = pytrees.unflatten(spec, cts_in)
     if has_aux:
         aux = recorded.released_aux(aux)
     return grads, value, aux

@@ -268,12 +268,12 @@ def _by_columns(
         out = func(x)
         return out.shape, out.new_zeros(0)
 
-    def push(seed: torch.Tensor) -> torch.Tensor:
+    def pushforward(seed: torch.Tensor) -> torch.Tensor:
         return jvp(func, (x,), (seed,))[1]
 
-    pushed = vmap(push, chunk_size=chunk_size)(_seeds(chosen, x))
-    at = _colors_of(pairs[1], chosen) * pushed[0].numel() + pairs[0]
-    return pushed.shape[1:], pushed.reshape(-1)[at.to(x.device)]
+    products = vmap(pushforward, chunk_size=chunk_size)(_seeds(chosen, x))
+    at = _colors_of(pairs[1], chosen) * products[0].numel() + pairs[0]
+    return products.shape[1:], products.reshape(-1)[at.to(x.device)]
 
 
 def _by_rows(
@@ -281,12 +281,12 @@ def _by_rows(
     chunk_size: int | None,
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
     """Return the output's shape and the Jacobian's entries, from the seeds' products with it."""
-    out, pull = vjp(func, x)
+    out, pullback = vjp(func, x)
     if not chosen:
         return out.shape, out.new_zeros(0)
-    (pulled,) = vmap(pull, chunk_size=chunk_size)(_seeds(chosen, out))
+    (products,) = vmap(pullback, chunk_size=chunk_size)(_seeds(chosen, out))
     at = _colors_of(pairs[0], chosen) * x.numel() + pairs[1]
-    return out.shape, pulled.reshape(-1)[at.to(x.device)]
+    return out.shape, products.reshape(-1)[at.to(x.device)]
 
 
 def _coo(

@@ -181,7 +181,7 @@ class _Recorded(Function):
         ]
         level = inputs[0].dispatch_level
         of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.differentiable[j]]
-        pulled: list[Any] = [None] * len(inputs)
+        cts_in: list[Any] = [None] * len(inputs)
         if wrt and of:
             # Cotangents may be batched by vmaps inside of the level.
             inside = _frames_inside([cotangents[j] for j in of], level)
@@ -196,8 +196,8 @@ class _Recorded(Function):
             operands = [*inputs, *given, *ctx.states]
             gradients = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
-                pulled[i] = value
-        return (None, None, None, *pulled)
+                cts_in[i] = value
+        return (None, None, None, *cts_in)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -207,10 +207,10 @@ class _Recorded(Function):
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *given, *ctx.states]
         dense = [_without_gaps(result, ctx.call.trace) for result in results]
-        pushed = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, dense)
+        tangents_out = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, dense)
         return tuple(
             t if differentiable else None
-            for t, differentiable in zip(pushed, ctx.differentiable, strict=True)
+            for t, differentiable in zip(tangents_out, ctx.differentiable, strict=True)
         )
 
 

@@ -119,7 +119,7 @@ def _rebuilder(value: Any) -> _Build | None:
     if tangent is None and inside is None:
         return None
     level = value.dispatch_level if tracer else None  # type: ignore[attr-defined]
-    pushed = _rebuilder(tangent)  # a jvp around the tangent's own jvp
+    rebuild = _rebuilder(tangent)  # a jvp around the tangent's own jvp
 
     def build(value: Any) -> torch.Tensor:
         inner = None if inside is None else inside(value.value)
@@ -127,7 +127,7 @@ def _rebuilder(value: Any) -> _Build | None:
         primal = value if inner is None or inner is value.value else _wrap_like(inner, value)
         if tangent is None or unpack_dual(primal)[1] is not None:
             return primal
-        return make_dual(primal, tangent if pushed is None else pushed(tangent), level)
+        return make_dual(primal, tangent if rebuild is None else rebuild(tangent), level)
 
     return build
 

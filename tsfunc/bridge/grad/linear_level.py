@@ -41,7 +41,7 @@ class _LinearLevel(BatchLevel):
         return False
 
 
-def pull_linearly(
+def pullback_linearly(
     outputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -56,7 +56,7 @@ def pull_linearly(
     """
     with _LinearLevel() as level, autograd.recording_at(level):
         lifted = [level.lift(ct) for ct in cotangents]
-        pulled = autograd.backward(
+        cts_in = autograd.backward(
             outputs, lifted, inputs, create_graph=True, retain_graph=retain_graph
         )
-    return [None if x is None else unwrap(x, level)[0] for x in pulled]
+    return [None if x is None else unwrap(x, level)[0] for x in cts_in]

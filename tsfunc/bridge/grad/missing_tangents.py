@@ -216,14 +216,14 @@ def _map_tangents(name: str, proceed: Callable[..., Any], args: Sequence[Any], k
     wait = torch.ops._c10d_functional.wait_tensor
     if name == "_c10d_functional::_wrap_tensor_autograd":
         # An asynchronous tensor, which waits at its first use, can't carry a tangent.
-        out, pushed = wait(*primals), wait(*tangents)
+        out, tangents_out = wait(*primals), wait(*tangents)
     else:
         out = proceed(*primals, **kwargs)
-        pushed = pytrees.tree_map(wait, overload(*tangents, **kwargs))  # type: ignore[misc]
+        tangents_out = pytrees.tree_map(wait, overload(*tangents, **kwargs))  # type: ignore[misc]
     with DisableTorchFunctionSubclass():
         if isinstance(out, torch.Tensor):
-            return forward_ad.make_dual(out, pushed)
-        return [forward_ad.make_dual(x, t) for x, t in zip(out, pushed, strict=True)]
+            return forward_ad.make_dual(out, tangents_out)
+        return [forward_ad.make_dual(x, t) for x, t in zip(out, tangents_out, strict=True)]
 
 
 def _primal(value: Any) -> Any:

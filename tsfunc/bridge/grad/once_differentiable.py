@@ -76,8 +76,8 @@ class _GuardedCotangent(Function):
     """A cotangent that depends on the guard and on other cotangents, without a derivative."""
 
     @staticmethod
-    def forward(name: str, pulled: torch.Tensor, *others: Any) -> torch.Tensor:
-        return pulled.detach()
+    def forward(name: str, cotangent: torch.Tensor, *others: Any) -> torch.Tensor:
+        return cotangent.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -111,7 +111,7 @@ def _guarded(cls: Any) -> Any:
         return made
     backward = cls.backward.__wrapped__
 
-    def pull(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    def guarded_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         with torch.no_grad():
             results = backward(ctx, *cotangents)
         results = results if isinstance(results, tuple) else (results,)
@@ -125,7 +125,7 @@ def _guarded(cls: Any) -> Any:
             )
         return (*results, None)
 
-    members: dict[str, Any] = {"backward": staticmethod(pull)}
+    members: dict[str, Any] = {"backward": staticmethod(guarded_backward)}
     if has_setup(cls):
         members["forward"] = staticmethod(lambda *args: cls.forward(*args[:-1]))
 

@@ -109,14 +109,14 @@ def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLev
         given: the positions of the results that have cotangents.
     """
 
-    def pull(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def pullback(values: Sequence[Tensor]) -> Sequence[Tensor]:
         leaves = [autograd.fresh_input(value, level) for value in values[:count]]
         outs = function(leaves)
         gradients = _backward([outs[i] for i in given], values[count:], leaves)
         pairs = zip(gradients, leaves, strict=True)
         return [torch.zeros_like(x) if g is None else g for g, x in pairs]
 
-    return pull
+    return pullback
 
 
 def _tangents(
@@ -135,13 +135,13 @@ def _tangents(
         with DisableTorchFunctionSubclass():
             kept = [i for i, out in enumerate(outs) if out.requires_grad]
         cotangents = [autograd.fresh_input(torch.zeros_like(outs[i]), level) for i in kept]
-        pulled = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in positions])
-        pairs = [(g, tangents[i]) for g, i in zip(pulled, positions, strict=True) if g is not None]
-        pushed = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
+        cts_in = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in positions])
+        pairs = [(g, tangents[i]) for g, i in zip(cts_in, positions, strict=True) if g is not None]
+        tangents_out = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
     given = [tangent for tangent in tangents if tangent is not None]
     connected = any(autograd.requires_grad(x, level) for x in (*values, *given))
     results: list[Tensor | None] = [None] * len(outs)
-    for i, tangent in zip(kept, pushed, strict=True):
+    for i, tangent in zip(kept, tangents_out, strict=True):
         if tangent is None:  # torch takes None only for results that are not differentiable
             results[i] = autograd.detached(torch.zeros_like(outs[i]))
         else:

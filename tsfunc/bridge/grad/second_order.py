@@ -211,17 +211,17 @@ class _Power(Function):
     @restoring_thread_state
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         base, exponent = ctx.saved_tensors
-        pulled: list[torch.Tensor | None] = [None, None]
+        cts_in: list[torch.Tensor | None] = [None, None]
         if ctx.needs_input_grad[1]:
             constant = exponent == 0
             lower = torch.where(constant, exponent, exponent - 1)
             power = _recorded_power(torch.where(constant, 1, base), lower)
-            pulled[0] = cotangent * (exponent * power).conj()
+            cts_in[0] = cotangent * (exponent * power).conj()
         if ctx.needs_input_grad[2]:
             constant = (base == 0) & (exponent.real >= 0)
             power = _recorded_power(base, exponent)
-            pulled[1] = cotangent * (power * torch.where(constant, 1, base).log()).conj()
-        return None, *pulled
+            cts_in[1] = cotangent * (power * torch.where(constant, 1, base).log()).conj()
+        return None, *cts_in
 
 
 _POWERS: dict[str, _Decomposition | None] = {
@@ -316,10 +316,10 @@ def _traced(values: Sequence[Any]) -> bool:
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:
     """True if two transforms differentiate by the arguments, or one does in a trace."""
-    recorded, pushed = _recorded(values), _has_tangent(values)
-    if not (recorded or pushed):
+    recorded, has_tangent = _recorded(values), _has_tangent(values)
+    if not (recorded or has_tangent):
         return False
-    return (recorded and pushed) or _traced(values) or _differentiated_inside(values)
+    return (recorded and has_tangent) or _traced(values) or _differentiated_inside(values)
 
 
 def _recorded_again(values: Sequence[Any]) -> bool:

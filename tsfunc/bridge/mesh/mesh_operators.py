@@ -151,8 +151,8 @@ class _Exchange(Function):
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
         with nullcontext() if ctx.location is None else transposing(ctx.location):
-            pulled = exchange_at_levels(cotangent, *transposed(kind, ints), axis, mesh)
-        return (None, None, pulled, None, None, None, None)
+            cotangent_in = exchange_at_levels(cotangent, *transposed(kind, ints), axis, mesh)
+        return (None, None, cotangent_in, None, None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, _keys: Any, _grad_mode: Any, tangent: Any, *_: Any) -> Any:
@@ -169,8 +169,10 @@ def _autograd(keys: Any, x: Tensor, *call: Any) -> Any:
     grad_mode = torch.is_grad_enabled()
     with DisableTorchFunctionSubclass():
         recorded = grad_mode and x.requires_grad
-        pushed = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-    if recorded or pushed:
+        has_tangent = (
+            forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+        )
+    if recorded or has_tangent:
         return torch_apply(_Exchange, keys, grad_mode, x, *call)
     return _below_autograd(keys, x, *call)
 

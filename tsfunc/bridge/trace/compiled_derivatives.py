@@ -109,10 +109,10 @@ class _Call(Function):
         if pairs and inputs:
             retain = again or _get_current_graph_task_keep_graph()
             with without_donated_buffers() if retain else nullcontext():
-                pulled = torch.autograd.grad(
+                grads = torch.autograd.grad(
                     [x for x, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True,
                     create_graph=recorded, retain_graph=retain,
                 )  # fmt: skip
-            for i, grad in zip(ctx.wrt, pulled, strict=True):
+            for i, grad in zip(ctx.wrt, grads, strict=True):
                 gradients[2 + i] = grad
         return tuple(gradients)

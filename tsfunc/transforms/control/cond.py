@@ -54,8 +54,8 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
-    pull_back,
-    push_forward,
+    run_pullback,
+    run_pushforward,
 )
 from tsfunc.transforms.control.outputs import (
     check_branches,
@@ -242,7 +242,7 @@ def _pulled(
     """Choose between the pullbacks of the branches."""
     return _between(
         op,
-        [functools.partial(pull_back, body, count, wrt, results) for body in op.bodies],
+        [functools.partial(run_pullback, body, count, wrt, results) for body in op.bodies],
         operands,
     )
 
@@ -251,7 +251,7 @@ def _pulled(
 def _pushed(op: Switch, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Choose between the pushforwards of the branches."""
     return _between(
-        op, [functools.partial(push_forward, body, count, wrt) for body in op.bodies], operands
+        op, [functools.partial(run_pushforward, body, count, wrt) for body in op.bodies], operands
     )
 
 

@@ -46,7 +46,7 @@ from tsfunc.transforms.control.custom_functions import (
 )
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
-from tsfunc.transforms.custom_vjp import custom_vjp, pulled_by_rule
+from tsfunc.transforms.custom_vjp import cotangents_by_rule, custom_vjp
 from tsfunc.transforms.custom_vmap import custom_vmap
 from tsfunc.transforms.equations import Linear, SolveFunction
 
@@ -174,10 +174,10 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         for j, value in zip(differentiable, values[stop:], strict=True):
             cotangents[j] = value
         with made.call.substituting_consts(made.operands):
-            pulled: Values = pulled_by_rule(
+            cts_in: Values = cotangents_by_rule(
                 made.call, *made.arguments, residuals, cotangents, made.operands
             )
-        return pulled
+        return cts_in
 
     cotangents = [results[j] for j in differentiable]
     last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
@@ -194,7 +194,7 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
     results, count = types_of(primal), calls[-1].count
     wrt = [i for i in differentiable_indices(callee.types) if i < count]
 
-    def push(values: list[Any]) -> Values:
+    def pushforward(values: list[Any]) -> Values:
         made = _rule_call(callee, values[: len(given)])
         made.knowing(calls[-1], results, tracing.names)
         tangents: list[Any] = [None] * count
@@ -202,13 +202,13 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
             tangents[i] = value
         rule: Any = made.call.rule
         with made.call.substituting_consts(made.operands):
-            pushed: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
-        return pushed
+            tangents_out: Values = rule.pushforward(made.call, made.sizes, made.operands, tangents)
+        return tangents_out
 
     tangents = [callee.types[i] for i in wrt]
     made = CustomJvp(*tracing.head(len(results)))
     made.count, made.wrt, made.primal = count, wrt, primal
-    made.push = tracing.part("the rule", push, [*given, *tangents])
+    made.push = tracing.part("the rule", pushforward, [*given, *tangents])
     return made
 
 
@@ -285,7 +285,7 @@ class Methods:
                 made.backward = tracing.part("backward", self._backward, [*given, *cotangents])
             if cls.jvp is not torch_jvp:
                 tangents = [self.callee.types[i] for i in made.wrt]
-                made.push = tracing.part("jvp", self._push, [*given, *tangents])
+                made.push = tracing.part("jvp", self._pushforward, [*given, *tangents])
         except UndefinedDerivativeError as error:
             made.refusal = str(error)
         return made
@@ -338,11 +338,11 @@ class Methods:
         ctx = self._context(values, "backward")
         returned = self.backward(ctx, *(of.get(j) for j in self.outputs))
         returned = returned if isinstance(returned, tuple | list) else (returned,)
-        pulled: list[Any] = [None] * made.tensors
+        cts_in: list[Any] = [None] * made.tensors
         for i, ct in zip(self._arguments(), returned, strict=False):
             if i is not None:
-                pulled[i] = ct
-        return pulled
+                cts_in[i] = ct
+        return cts_in
 
     def _arguments(self) -> list[int | None]:
         """Return for each argument the index of its tensor; None for other arguments."""
@@ -353,17 +353,17 @@ class Methods:
             for x in args
         ]
 
-    def _push(self, values: list[Any]) -> Values:
+    def _pushforward(self, values: list[Any]) -> Values:
         made = self.made
         given = dict(zip(made.wrt, values[self.first + made.numbers + made.tensors :], strict=True))
         tangents = [None if i is None else given.get(i) for i in self._arguments()]
         returned = self.cls.jvp(self._context(values, "jvp"), *tangents)
         returned = returned if isinstance(returned, tuple | list) else (returned,)
-        pushed: list[Any] = [None] * made.results
+        tangents_out: list[Any] = [None] * made.results
         for j, tangent in zip(self.outputs, returned, strict=False):
             if j is not None:
-                pushed[j] = tangent
-        return pushed
+                tangents_out[j] = tangent
+        return tangents_out
 
 
 @dataclass(frozen=True)

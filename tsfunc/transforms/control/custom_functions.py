@@ -109,9 +109,9 @@ class CustomJvp(TracedCallee):
 
         def rule(*given: Any) -> tuple[Any, Any]:
             *fixed, primals, tangents = given
-            pushed = self.push(*primals, *fixed, *(tangents[i] for i in self.wrt))
+            tangents_out = self.push(*primals, *fixed, *(tangents[i] for i in self.wrt))
             known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
-            return known, tuple(pushed)
+            return known, tuple(tangents_out)
 
         made = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
         made.defjvp(rule)
@@ -188,10 +188,12 @@ class CustomAutogradFunction(TracedCallee):
         else:
             members["forward"] = self._forward
         if self.backward is not None or self.refusal is not None:
-            pull = self._pull
-            members["backward"] = once_differentiable(pull) if self.once_differentiable else pull
+            pullback = self._pullback
+            members["backward"] = (
+                once_differentiable(pullback) if self.once_differentiable else pullback
+            )
         if self.push is not None:
-            members["jvp"] = self._push
+            members["jvp"] = self._pushforward
         made = {name: staticmethod(member) for name, member in members.items()}
         return type(self.name, (Function,), made)
 
@@ -213,14 +215,14 @@ class CustomAutogradFunction(TracedCallee):
                  if j in self.non_differentiable or not is_differentiable(x)]  # fmt: skip
         ctx.mark_non_differentiable(*inert)
 
-    def _pull(self, ctx: Any, *cotangents: Any) -> Any:
+    def _pullback(self, ctx: Any, *cotangents: Any) -> Any:
         if self.refusal is not None:
             raise UndefinedDerivativeError(self.refusal)
         assert self.backward is not None
-        pulled = self.backward(*self._given(ctx), *(cotangents[j] for j in self.differentiable))
-        return (*pulled, *[None] * self.numbers)
+        cts_in = self.backward(*self._given(ctx), *(cotangents[j] for j in self.differentiable))
+        return (*cts_in, *[None] * self.numbers)
 
-    def _push(self, ctx: Any, *tangents: Any) -> Any:
+    def _pushforward(self, ctx: Any, *tangents: Any) -> Any:
         assert self.push is not None
         return tuple(self.push(*self._given(ctx), *(tangents[i] for i in self.wrt)))
 

@@ -89,7 +89,7 @@ class DerivativeOperands(NamedTuple):
         return cls(operands[:count], operands[count:stop], operands[stop:])
 
 
-def pull_back(
+def run_pullback(
     run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], results: Sequence[int],
     *operands: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -108,20 +108,20 @@ def pull_back(
             outputs = run(*with_replaced(inputs, wrt, values), *numbers)
         return tuple(outputs[j] for j in results)
 
-    _, pull = vjp(chosen, *(inputs[i] for i in wrt))
-    pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
-    return tuple(laid_out_like(inputs[i], value) for i, value in zip(wrt, pulled, strict=True))
+    _, pullback = vjp(chosen, *(inputs[i] for i in wrt))
+    cts_in: tuple[Any, ...] = pullback(cotangents, retain_graph=False)
+    return tuple(laid_out_like(inputs[i], value) for i, value in zip(wrt, cts_in, strict=True))
 
 
-def push_forward(
+def run_pushforward(
     run: Callable[..., Sequence[Any]], count: int, wrt: Sequence[int], *operands: Any
 ) -> tuple[Any, ...]:
     """Return the tangents of a function's results; the operands have tangents for ``wrt``."""
     inputs, tangents, numbers = DerivativeOperands.of(operands, count, len(wrt))
-    return push_through(run, inputs, wrt, tangents, numbers)[1]
+    return run_jvp(run, inputs, wrt, tangents, numbers)[1]
 
 
-def push_through(
+def run_jvp(
     run: Callable[..., Sequence[Any]], values: Sequence[Any], wrt: Sequence[int],
     tangents: Sequence[Any], numbers: Sequence[Any],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
@@ -136,8 +136,8 @@ def push_through(
         with muted():  # NOTE [debug effects]
             return tuple(run(*with_replaced(values, wrt, primals), *numbers))
 
-    results, pushed = jvp(chosen, tuple(values[i] for i in wrt), tuple(tangents))
-    pairs = zip(results, pushed, strict=True)
+    results, tangents_out = jvp(chosen, tuple(values[i] for i in wrt), tuple(tangents))
+    pairs = zip(results, tangents_out, strict=True)
     return results, tuple(laid_out_like(result, tangent) for result, tangent in pairs)
 
 
@@ -193,14 +193,14 @@ class ControlFlowOperator(ControlFlow):
 
         The function takes the operands of :meth:`pullback`. None if only torch can derive it.
         """
-        return self._expanded_derivative(Pullback, pull_back, count, wrt, results)
+        return self._expanded_derivative(Pullback, run_pullback, count, wrt, results)
 
     def expanded_pushforward(self, count: int, wrt: Sequence[int]) -> Derivative | None:
         """Return the pushforward in other control flow, as :meth:`expanded_pullback` does.
 
         The function takes the operands of :meth:`pushforward`.
         """
-        return self._expanded_derivative(Pushforward, push_forward, count, wrt)
+        return self._expanded_derivative(Pushforward, run_pushforward, count, wrt)
 
     def _expanded_derivative(
         self, kind: type, derive: Callable[..., Any], *given: Any
@@ -257,7 +257,7 @@ class Pullback(ExpandedOperator):
         return self.op.run_count(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return pull_back(self.op, self.count, self.wrt, self.results, *operands)
+        return run_pullback(self.op, self.count, self.wrt, self.results, *operands)
 
     def expanded(self) -> Derivative | None:
         return self.op.expanded_pullback(self.count, self.wrt, self.results)
@@ -449,7 +449,7 @@ class Pushforward(ExpandedOperator):
         return self.op.run_count(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return push_forward(self.op, self.count, self.wrt, *operands)
+        return run_pushforward(self.op, self.count, self.wrt, *operands)
 
     def expanded(self) -> Derivative | None:
         return self.op.expanded_pushforward(self.count, self.wrt)

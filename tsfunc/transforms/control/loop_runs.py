@@ -46,7 +46,7 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
-    push_through,
+    run_jvp,
     with_zeros,
 )
 from tsfunc.transforms.control.loop_values import LoopValues
@@ -58,7 +58,7 @@ from tsfunc.transforms.control.outputs import (
     numbers_to_tensors,
     where,
 )
-from tsfunc.transforms.control.scan import pull_back_through
+from tsfunc.transforms.control.scan import run_pullback_through
 from tsfunc.transforms.control.skipped_bodies import check_zero_steps
 
 ADVICE = (
@@ -461,9 +461,9 @@ def _pulled(
         return body(*values[: op.carried], *values[op.carried + 1 :])
 
     after = [i if i < op.carried else i + 1 for i in wrt]
-    pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
+    cts_in = run_pullback_through(step, (carry, [numbers], rest), after, cotangents, None, False)
     first = with_zeros(cotangents, given.inputs, wrt)
-    return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
+    return tuple(torch.where(made > 0, *pair) for pair in zip(cts_in, first, strict=True))
 
 
 @derivative_rule(Pushforward, While)
@@ -479,8 +479,8 @@ def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[
 
     def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         values = (*state[: op.carried], *rest)
-        new, pushed = push_through(body, values, chosen, (*state[op.carried :], *outside), ())
-        return (*new, *(pushed[i] for i in moved))
+        new, tangents_out = run_jvp(body, values, chosen, (*state[op.carried :], *outside), ())
+        return (*new, *(tangents_out[i] for i in moved))
 
     loop = Loop(
         f"{op.name}_pushforward",

@@ -32,9 +32,9 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
-    pull_back,
-    push_forward,
-    push_through,
+    run_jvp,
+    run_pullback,
+    run_pushforward,
     with_zeros,
 )
 from tsfunc.transforms.control.loop_values import LoopValues
@@ -158,13 +158,13 @@ def _pulled(
     stop = op.carried + op.along
     carry, along = given.inputs[: op.carried], given.inputs[op.carried : stop]
     (body,) = op.bodies
-    return pull_back_through(
+    return run_pullback_through(
         body, (carry, along, (*given.inputs[stop:], *given.numbers)), wrt,
         dict(zip(results, given.derivatives, strict=True)), op.length, op.reverse,
     )  # fmt: skip
 
 
-def pull_back_through(
+def run_pullback_through(
     step: Callable[..., Sequence[Any]],
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     wrt: Sequence[int],
@@ -198,11 +198,11 @@ def pull_back_through(
     count = stop + len(rest)
 
     def back(state: Any, x: Any) -> tuple[Any, Any]:
-        pulled, sums = state
+        cts_in, sums = state
         before, slices, given = x
-        cts = pull_back(
+        cts = run_pullback(
             step, count, [*moved, *others], [*moved, *stacked],
-            *before, *slices, *rest, *pulled, *given,
+            *before, *slices, *rest, *cts_in, *given,
         )  # fmt: skip
         pulled_to = dict(zip(others, cts[len(moved) :], strict=True))
         more = tuple(total + pulled_to[i] for total, i in zip(sums, outer, strict=True))
@@ -233,11 +233,11 @@ def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     chosen = [*moved, *scanned, *outer]
 
     def step(state: Any, x: Any) -> tuple[Any, Any]:
-        before, pushed = state
+        before, tangents_in = state
         slices, more = x if along else ((), ())
         values = (*before, *slices, *rest)
-        directions = (*pushed, *more, *(tangents[i] for i in outer))
-        after, tangents_after = push_through(body, values, chosen, directions, given.numbers)
+        directions = (*tangents_in, *more, *(tangents[i] for i in outer))
+        after, tangents_after = run_jvp(body, values, chosen, directions, given.numbers)
         carried_on = tuple(after[:carried]), tuple(tangents_after[i] for i in moved)
         return carried_on, tuple(tangents_after[carried:])
 
@@ -476,13 +476,13 @@ def _pulled_prefixes(
     op: AssociativeScan, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Pull back through a scan that combines the slices one after the other."""
-    return pull_back(functools.partial(_in_order, op), count, wrt, results, *operands)
+    return run_pullback(functools.partial(_in_order, op), count, wrt, results, *operands)
 
 
 @derivative_rule(Pushforward, AssociativeScan)
 def _pushed_prefixes(op: AssociativeScan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Push forward through a scan that combines the slices one after the other."""
-    return push_forward(functools.partial(_in_order, op), count, wrt, *operands)
+    return run_pushforward(functools.partial(_in_order, op), count, wrt, *operands)
 
 
 def _in_order(op: AssociativeScan, *operands: Any) -> tuple[Any, ...]:
