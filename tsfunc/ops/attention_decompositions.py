@@ -60,7 +60,7 @@ class _Attention:
     def result(self) -> Tensor:
         return (self.weights @ self.value).to(self.given[0].dtype)
 
-    def pulled_back(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def pullback(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients by the queries, keys, values and scores."""
         grad = in_accumulation_dtype(grad)
         by_weights = grad @ self.value.mT
@@ -133,7 +133,7 @@ def for_cpu_backward(
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
     if dropout:
         return NotImplemented
-    return _Attention(query, key, value, attn_mask, causal, scale).pulled_back(grad)[:3]
+    return _Attention(query, key, value, attn_mask, causal, scale).pullback(grad)[:3]
 
 
 def efficient(
@@ -173,7 +173,7 @@ def efficient_backward(
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
     if dropout:
         return NotImplemented
-    *gradients, scores = _Attention(query, key, value, bias, causal, scale).pulled_back(grad)
+    *gradients, scores = _Attention(query, key, value, bias, causal, scale).pullback(grad)
     by_bias = None
     if bias is not None and mask[3]:
         by_bias = scores.sum_to_size(bias.shape).to(bias.dtype)

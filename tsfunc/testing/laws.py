@@ -368,7 +368,7 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
     def tangents_out(*one: torch.Tensor) -> Any:
         return jvp(func, one, tuple(x.cos() for x in one))[1]
 
-    def pushed_gradient(*one: torch.Tensor) -> Any:
+    def jvp_of_gradient(*one: torch.Tensor) -> Any:
         return jvp(gradient, one, tuple(x.cos() for x in one))[1]
 
     def total_gradient(*batch: torch.Tensor) -> Any:
@@ -380,7 +380,7 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
         ("grad(vmap(f))", total_gradient, gradient),
         ("vmap(jvp(f))", vmap(tangents_out), tangents_out),
         ("jvp(vmap(f))", _jvp_of_vmap(func), tangents_out),
-        ("vmap(jvp(grad(f)))", vmap(pushed_gradient), pushed_gradient),
+        ("vmap(jvp(grad(f)))", vmap(jvp_of_gradient), jvp_of_gradient),
     ]
 
 

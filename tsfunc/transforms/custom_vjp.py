@@ -188,10 +188,10 @@ class _Vjp(RuleFunction):
             call.raise_undefined()
         operands = ctx.saved_tensors[: ctx.count]
         with call.substituting_consts(operands), at_level_of((*operands, *tangents)):
-            return _pushed(call, ctx.sizes, operands, tangents[: call.count])
+            return _pushforward(call, ctx.sizes, operands, tangents[: call.count])
 
 
-def _pushed(
+def _pushforward(
     call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     fixed, rest = call.arguments(sizes, operands)

@@ -49,14 +49,14 @@ class Linear:
     def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
         w = self.adjoint(ct, consts)
-        return w, _pulled(lambda own: self.product(x, own), consts, w)
+        return w, _pullback(lambda own: self.product(x, own), consts, w)
 
     def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
         """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
         """
-        moved = _pushed(lambda own: self.product(x, own), consts, tangents)
+        moved = _pushforward(lambda own: self.product(x, own), consts, tangents)
         zeros = [torch.zeros_like(value) for value in x]
         rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
         if moved is not None:
@@ -101,10 +101,10 @@ class Root:
 
     def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         w = self.at_root().adjoint(ct, [*x, *consts])
-        return [None] * self.count, _pulled(lambda own: self.residual(x, own), consts, w)
+        return [None] * self.count, _pullback(lambda own: self.residual(x, own), consts, w)
 
     def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
-        moved = _pushed(lambda own: self.residual(x, own), consts, tangents)
+        moved = _pushforward(lambda own: self.residual(x, own), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
         return solve_equation(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
@@ -124,7 +124,7 @@ def _differentiable(consts: Values) -> list[int]:
     return [i for i, x in enumerate(consts) if is_differentiable(x)]
 
 
-def _pulled(function: Callable[[Values], Values], consts: Values, w: Values) -> list[Any]:
+def _pullback(function: Callable[[Values], Values], consts: Values, w: Values) -> list[Any]:
     """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
     by = _differentiable(consts)
     gradients: list[Any] = [None] * len(consts)
@@ -137,7 +137,7 @@ def _pulled(function: Callable[[Values], Values], consts: Values, w: Values) -> 
     return gradients
 
 
-def _pushed(function: Callable[[Values], Values], consts: Values, tangents: Values) -> Any:
+def _pushforward(function: Callable[[Values], Values], consts: Values, tangents: Values) -> Any:
     """Return the tangents of a function of the closed-over tensors; None if there are none."""
     by = [i for i in _differentiable(consts) if tangents[i] is not None]
     if not by:

@@ -217,13 +217,13 @@ class NestedInputError(RuntimeError):
 
 
 def mapped_dims(
-    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
+    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], inputs: Any
 ) -> tuple[list[int | None], Any]:
     """Return the dims counted from the front, and the size that the mapped dims share.
 
     Args:
         dims: an entry of ``in_dims`` for each flattened input.
-        given: the inputs before flattening, for the names in messages.
+        inputs: the inputs before flattening, for the names in messages.
     """
     bdims: list[int | None] = []
     size: Any = spec.axis_size
@@ -233,7 +233,7 @@ def mapped_dims(
             continue
         if not isinstance(value, torch.Tensor):
             if value is not None:
-                _refuse_value(spec, value, dim, given, len(bdims))
+                _refuse_value(spec, value, dim, inputs, len(bdims))
             bdims.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in PLAIN_TENSORS and is_nested(value):
@@ -244,7 +244,7 @@ def mapped_dims(
             raise ValueError(
                 f"{spec.call()}: Got in_dim={dim} for some input, but that input is a Tensor of "
                 f"dimensionality {rank} so expected in_dim to satisfy -{rank} <= in_dim < {rank}. "
-                f"The input is {_name_at(spec, given, len(bdims))}."
+                f"The input is {_name_at(spec, inputs, len(bdims))}."
             )
         if dim < 0:
             dim += rank
@@ -252,7 +252,7 @@ def mapped_dims(
         if size is None:
             size = shape[dim]
         elif size != shape[dim]:
-            _refuse_sizes(spec, flat, dims, given)
+            _refuse_sizes(spec, flat, dims, inputs)
     if size is None:
         raise ValueError(
             f"{spec.call()}: Expected at least one Tensor to vmap over: every in_dim is None, "
@@ -261,9 +261,9 @@ def mapped_dims(
     return bdims, size
 
 
-def _names(spec: Spec, given: Any) -> list[str]:
+def _names(spec: Spec, inputs: Any) -> list[str]:
     """Return the user's spelling of each flattened input: ``params['w']``."""
-    args, kwargs = given if spec.by_name else (given, {})
+    args, kwargs = inputs if spec.by_name else (inputs, {})
     parameters = [*parameter_names(spec.func, len(args)), *kwargs]
     values = [*args, *kwargs.values()]
     names = []
@@ -272,11 +272,11 @@ def _names(spec: Spec, given: Any) -> list[str]:
     return names
 
 
-def _name_at(spec: Spec, given: Any, index: int) -> str:
-    return _names(spec, given)[index]
+def _name_at(spec: Spec, inputs: Any, index: int) -> str:
+    return _names(spec, inputs)[index]
 
 
-def _refuse_value(spec: Spec, value: Any, dim: int, given: Any, index: int) -> None:
+def _refuse_value(spec: Spec, value: Any, dim: int, inputs: Any, index: int) -> None:
     hint = ""
     if is_array(value):
         hint = ", or convert it: torch.from_numpy(array)"
@@ -288,19 +288,19 @@ def _refuse_value(spec: Spec, value: Any, dim: int, given: Any, index: int) -> N
             f". To map over the tensors that it holds, make {kind} a dataclass, or register it: "
             f'optree.register_pytree_node({kind}, flatten, unflatten, namespace="tsfunc")'
         )
-    advice = pytrees.static_advice(pytrees.structure_of(given), index)
+    advice = pytrees.static_advice(pytrees.structure_of(inputs), index)
     raise ValueError(
         f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
         f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
-        f"the respective in_dim{hint}. The input is {_name_at(spec, given, index)}.{advice}"
+        f"the respective in_dim{hint}. The input is {_name_at(spec, inputs, index)}.{advice}"
     )
 
 
-def _refuse_sizes(spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any) -> None:
+def _refuse_sizes(spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], inputs: Any) -> None:
     sizes = [value.shape[dim] for value, dim in zip(flat, dims, strict=True) if dim is not None]
     named = [
         f"{name} has {value.shape[dim]} in dim {dim}"
-        for name, value, dim in zip(_names(spec, given), flat, dims, strict=True)
+        for name, value, dim in zip(_names(spec, inputs), flat, dims, strict=True)
         if dim is not None
     ]
     beside = f", and axis_size={spec.axis_size}" if spec.sized else ""

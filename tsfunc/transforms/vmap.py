@@ -195,9 +195,9 @@ class _BatchedCalls:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the function on a batch."""
         spec = self.spec
-        given, flat, tree, dims = self._inputs(args, kwargs)
+        inputs, flat, tree, dims = self._inputs(args, kwargs)
         try:
-            bdims, size = mapped_dims(spec, flat, dims, given)
+            bdims, size = mapped_dims(spec, flat, dims, inputs)
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise
@@ -205,7 +205,7 @@ class _BatchedCalls:
                 _refuse_parts(spec, "a nested tensor among the inputs")
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             sizes_of = functools.partial(chunk_sizes_for_group, spec, flat)
-            return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
+            return run_parts(spec, *match_sources(spec, flat, dims, inputs), sizes_of, run)
         if tls.state.levels:
             flat = _in_trace(flat, bdims)
         sizes = None
@@ -230,23 +230,23 @@ class _BatchedCalls:
     ) -> tuple[Any, Sequence[Any], InTree, Sequence[int | None]]:
         """Return the inputs, flattened, their structure, and an entry of ``in_dims`` for each."""
         spec = self.spec
-        given: Any = (args, kwargs) if spec.by_name else args
-        collections = collections_of(spec, given)
+        inputs: Any = (args, kwargs) if spec.by_name else args
+        collections = collections_of(spec, inputs)
         if collections is not None:
-            given, dims = collections
-            return given, *pytrees.flatten(given), dims
+            inputs, dims = collections
+            return inputs, *pytrees.flatten(inputs), dims
         flat: Sequence[Any] = args
         tree: InTree = len(args)  # tensors alone are flat; their number is their whole structure
         for value in (None,) if spec.by_name else args:
             if not isinstance(value, torch.Tensor):
-                flat, tree = pytrees.flatten(given)
+                flat, tree = pytrees.flatten(inputs)
                 break
         plan = self.in_plans.get(tree)
         if plan is None:
             named = spec.by_name
             plan = match_by_name(spec, args, kwargs) if named else match_in_dims(spec, args)
             self.in_plans[tree] = plan
-        return given, flat, tree, plan
+        return inputs, flat, tree, plan
 
 
 def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
@@ -292,7 +292,7 @@ def _own_arguments(spec: Spec) -> list[str]:
         "axis_name=": spec.axis_name is not None,
         "mesh_axis=": bool(spec.mesh_axes),
     }
-    return [name for name, given in own.items() if given]
+    return [name for name, is_given in own.items() if is_given]
 
 
 def _refuse_own_arguments(spec: Spec) -> None:

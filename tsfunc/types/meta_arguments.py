@@ -36,18 +36,18 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
     Raises:
         DescriptorError: an argument could not describe any tensor.
     """
-    given = _by_name(args, kwargs)
-    shape = _shape(given.get("shape"), given.get("rank"))
-    dtype = _dtype(given.get("dtype"))
+    by_name = _by_name(args, kwargs)
+    shape = _shape(by_name.get("shape"), by_name.get("rank"))
+    dtype = _dtype(by_name.get("dtype"))
     values = {
         "dtype": dtype,
         "rank": None if shape is None or ... in shape else len(shape),
         "shape": shape,
-        "device": _device(given.get("device")),
-        "requires_grad": _flag(given.get("requires_grad")),
-        "layout": _layout(given.get("layout")),
-        "strides": _strides(given.get("strides")),
-        "memory_format": _memory_format(given.get("memory_format")),
+        "device": _device(by_name.get("device")),
+        "requires_grad": _flag(by_name.get("requires_grad")),
+        "layout": _layout(by_name.get("layout")),
+        "strides": _strides(by_name.get("strides")),
+        "memory_format": _memory_format(by_name.get("memory_format")),
     }
     _require_one_memory(values)
     _require_some_strides(values)
@@ -75,16 +75,18 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
             f"MetaTensorType: expected at most {len(order)} positional argument(s) "
             f"({', '.join(order)}), got {len(args)}; give the others by name"
         )
-    given = dict(zip(order, args, strict=False))
+    by_name = dict(zip(order, args, strict=False))
     for name, value in kwargs.items():
         if name not in _FIELDS:
             raise DescriptorError(
                 f"MetaTensorType has no attribute {name!r}; it has {', '.join(_FIELDS)}"
             )
-        if name in given:
-            raise DescriptorError(f"MetaTensorType got {name!r} twice: {given[name]!r}, {value!r}")
-        given[name] = value
-    return given
+        if name in by_name:
+            raise DescriptorError(
+                f"MetaTensorType got {name!r} twice: {by_name[name]!r}, {value!r}"
+            )
+        by_name[name] = value
+    return by_name
 
 
 def _dtype(dtype: object) -> torch.dtype | None:
@@ -174,12 +176,12 @@ def _require_one_memory(known: Mapping[str, Any]) -> None:
     """Raise unless strides and memory format fit the shape and the layout."""
     shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
     name = "strides" if strides is not None else "memory_format"
-    given = known[name]
-    if given is None:
+    order = known[name]
+    if order is None:
         return
     if known["layout"] not in (None, torch.strided):
         raise DescriptorError(
-            f"MetaTensorType(layout={known['layout']}, {name}={given!r}): only strided tensors "
+            f"MetaTensorType(layout={known['layout']}, {name}={order!r}): only strided tensors "
             f"have {name.replace('_', ' ')}"
         )
     wanted = len(strides) if strides is not None else FORMAT_RANKS.get(memory_format)
@@ -190,7 +192,7 @@ def _require_one_memory(known: Mapping[str, Any]) -> None:
         return
     sizes = "" if shape is None else f"shape={list(shape)!r}, "
     raise DescriptorError(
-        f"MetaTensorType({sizes}{name}={given!r}): {name.replace('_', ' ')} of rank {wanted} can't "
+        f"MetaTensorType({sizes}{name}={order!r}): {name.replace('_', ' ')} of rank {wanted} can't "
         f"be those of a tensor of rank {least if wanted == formats else formats}"
     )
 

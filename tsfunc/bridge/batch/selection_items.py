@@ -9,7 +9,6 @@ import torch
 
 from tsfunc.bridge.batch.masks import write_by_mask
 from tsfunc.bridge.batch.selections import (
-    Given,
     Selection,
     SelectionRules,
     is_in_place,
@@ -21,12 +20,13 @@ from tsfunc.bridge.batch.tracer_indices import masked_items
 from tsfunc.bridge.tracers.function_registry import WRITERS
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
+from tsfunc.ops.registry import Kwargs
 
 _T = torch.Tensor
 _ALL = slice(None)
 
 
-def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``selection[mask]``, ``selection[:, 0]`` and ``table[selection]``."""
     x, index = args
     items = index if isinstance(index, tuple) else (index,)
@@ -84,7 +84,7 @@ def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
     return x.like(x.elements[tuple(whole)])
 
 
-def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``x[mask] = selection``, or ``selection[mask] = value``."""
     x, index, value = args
     if isinstance(x, Selection):
@@ -103,10 +103,10 @@ def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     return None
 
 
-def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``x.index_put_((mask,), selection)``, or ``index_put``."""
-    given = named(args, kwargs, "indices", "values", "accumulate")
-    x, index, value = args[0], tuple(given["indices"]), given["values"]
+    by_name = named(args, kwargs, "indices", "values", "accumulate")
+    x, index, value = args[0], tuple(by_name["indices"]), by_name["values"]
     items = None if isinstance(x, Selection) else masked_items(x, index)
     if items is None:
         return NotImplemented
@@ -114,11 +114,11 @@ def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
         WRITERS[func](func, args, kwargs)
     else:
         x = x.clone()
-    write_by_mask(x, items, value, accumulate=given.get("accumulate", False))
+    write_by_mask(x, items, value, accumulate=by_name.get("accumulate", False))
     return x
 
 
-def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Flatten a selection into one dim of elements."""
     x, *shape = args
     if func.__name__ in ("reshape", "view") and shape not in ([-1], [(-1,)], [[-1]]):
@@ -139,7 +139,7 @@ def _selection_like(x: Selection, elements: torch.Tensor, mask: torch.Tensor) ->
     return out
 
 
-def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``cat`` along the dim of the elements; the elements of plain tensors are all selected."""
     parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
     lead = next(selections_in(parts))
@@ -158,14 +158,14 @@ def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     return _selection_like(lead, torch.cat(elements, dim), torch.cat(masks))
 
 
-def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x, mask = (*args, *kwargs.values())
     if not isinstance(x, Selection) or not isinstance(mask, Selection):
         return NotImplemented
     return _restricted(x, mask)
 
 
-def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Return the text for people; a format spec would format a number."""
     return NotImplemented if any(args[1:]) else args[0].describe()
 

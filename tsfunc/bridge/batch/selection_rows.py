@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from tsfunc.bridge.batch.selections import (
-    Given,
     Selection,
     SelectionRules,
     named,
@@ -21,11 +20,12 @@ from tsfunc.bridge.batch.selections import (
 )
 from tsfunc.bridge.tracers.function_registry import Stage
 from tsfunc.ops.dims import wrap_dim
+from tsfunc.ops.registry import Kwargs
 
 _T = torch.Tensor
 
 
-def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Multiply rows or columns by a matrix, or contract two selections over their elements."""
     x, y = args if not kwargs else (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
@@ -49,7 +49,7 @@ def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
     return y.like(torch.matmul(x, y.elements))
 
 
-def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Functions of the last dim that don't mix rows."""
     x = args[0]
     if not isinstance(x, Selection) or not x.after:
@@ -59,19 +59,19 @@ def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     return x.like(func(x.elements, *args[1:], **kwargs))
 
 
-def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     shape = named(args, kwargs, "normalized_shape")["normalized_shape"]
     return _rows(func, args, kwargs) if len(shape) <= args[0].after else NotImplemented
 
 
-def _embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x = args[0]
     if not isinstance(x, Selection) or any(selections_in((*args[1:], *kwargs.values()))):
         return NotImplemented
     return x.like(func(x.elements, *args[1:], **kwargs), x.after + 1)
 
 
-def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x = args[0]
     if x.elements.dim() == 1:
         return x.like(x.elements)
@@ -81,39 +81,39 @@ def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) ->
     return x.like(out, 1 - x.after)
 
 
-def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Functions of the rows of two tensors that return a number for each pair of rows."""
-    given = dict(kwargs)
+    options = dict(kwargs)
     lead, values = together(args[:2], func.__name__)
-    dim = given.get("dim", args[2] if len(args) > 2 else 1)
+    dim = options.get("dim", args[2] if len(args) > 2 else 1)
     if func is functional.cosine_similarity and wrap_dim(dim, lead.elements.dim()) <= (
         lead.element_dim + lead.elements.dim()
     ):
         return NotImplemented
     if not lead.after:
         return NotImplemented
-    keepdim = given.get("keepdim", False)
-    out = func(*values, *args[2:], **given)
+    keepdim = options.get("keepdim", False)
+    out = func(*values, *args[2:], **options)
     return lead.like(out, lead.after if keepdim else lead.after - 1)
 
 
-def _loss_options(kwargs: Given) -> dict[str, Any] | None:
+def _loss_options(kwargs: Kwargs) -> dict[str, Any] | None:
     """Return the options of a loss, or None if a deprecated option is given."""
-    given = dict(kwargs)
-    old = [given.pop(name, None) for name in ("size_average", "reduce")]
-    return given if old == [None, None] else None
+    options = dict(kwargs)
+    old = [options.pop(name, None) for name in ("size_average", "reduce")]
+    return options if old == [None, None] else None
 
 
-def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Compute the elementwise losses of a selection, then apply ``reduction``."""
-    given = _loss_options(kwargs)
-    if given is None or len(args) != 2:
+    options = _loss_options(kwargs)
+    if options is None or len(args) != 2:
         return NotImplemented
-    reduction = given.pop("reduction", "mean")
-    names = list(given)
-    lead, values = together([*args, *given.values()], func.__name__)
-    given = dict(zip(names, values[len(args) :], strict=True))
-    each = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **given)
+    reduction = options.pop("reduction", "mean")
+    names = list(options)
+    lead, values = together([*args, *options.values()], func.__name__)
+    options = dict(zip(names, values[len(args) :], strict=True))
+    each = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **options)
     return _reduced(lead.like(each), reduction)
 
 
@@ -127,36 +127,36 @@ def _reduced(each: Selection, reduction: str) -> Any:
     return each.mean() if reduction == "mean" else each.sum()
 
 
-def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``cross_entropy`` or ``nll_loss`` of a selection of rows and a selection of classes."""
-    given = _loss_options(named(args, kwargs, "target", "weight"))
-    if given is None or len(args) > 3:
+    options = _loss_options(named(args, kwargs, "target", "weight"))
+    if options is None or len(args) > 3:
         return NotImplemented
-    x, target = args[0], given.pop("target")
+    x, target = args[0], options.pop("target")
     if any(not isinstance(each, Selection) or not each.is_first for each in (x, target)):
         return NotImplemented
     if not x.after:
         return NotImplemented
-    reduction = given.pop("reduction", "mean")
+    reduction = options.pop("reduction", "mean")
     classes = target.in_order_of(x.mask, x.source)
-    each = x.like(func(x.elements, classes, reduction="none", **given), x.after - 1)
+    each = x.like(func(x.elements, classes, reduction="none", **options), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
         return _reduced(each, reduction)
     # The mean divides by the weights of the rows' classes, and skips ignored rows.
-    counted = classes != given.get("ignore_index", -100)
-    weight = given.get("weight")
+    counted = classes != options.get("ignore_index", -100)
+    weight = options.get("weight")
     share: torch.Tensor = counted
     if weight is not None:
         share = torch.where(counted, weight[torch.where(counted, classes, 0)], 0)
     return each.sum() / each.like(share).sum()
 
 
-def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    x, given = args[0], named(args, kwargs, "p", "dim")
-    if not isinstance(given.get("p", 2.0), int | float) or given.get("p", 2.0) <= 0:
+def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+    x, by_name = args[0], named(args, kwargs, "p", "dim")
+    if not isinstance(by_name.get("p", 2.0), int | float) or by_name.get("p", 2.0) <= 0:
         return NotImplemented
-    over = wrap_dim(given.get("dim", 1), x.elements.dim()) == x.element_dim + x.elements.dim()
-    return x.like(func(x.filled(0) if over else x.elements, **given))
+    over = wrap_dim(by_name.get("dim", 1), x.elements.dim()) == x.element_dim + x.elements.dim()
+    return x.like(func(x.filled(0) if over else x.elements, **by_name))
 
 
 function_rules: Final = SelectionRules()

@@ -13,9 +13,10 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from tsfunc.bridge.batch.selections import Given, Selection, SelectionRules, named
+from tsfunc.bridge.batch.selections import Selection, SelectionRules, named
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
+from tsfunc.ops.registry import Kwargs
 
 _T = torch.Tensor
 _DIM = ("dim", "keepdim")
@@ -51,17 +52,17 @@ def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], som
     If ``some`` is True, each example must select at least one element.
     """
 
-    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-        x, given = args[0], named(args, kwargs, *names)
-        dim = given.get("dim")
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+        x, by_name = args[0], named(args, kwargs, *names)
+        dim = by_name.get("dim")
         if not isinstance(x, Selection) or not isinstance(dim, int | tuple | list | None):
             return NotImplemented
         spans, over = _reduced_dims(x, dim)
         if not over:
-            return _as_reduced(x, func(x.elements, **given), spans, given.get("keepdim", False))
+            return _as_reduced(x, func(x.elements, **by_name), spans, by_name.get("keepdim", False))
         if some:
             _require_some(x, func.__name__)
-        return func(x.filled(neutral(x.elements)), **given)
+        return func(x.filled(neutral(x.elements)), **by_name)
 
     return served
 
@@ -70,34 +71,34 @@ def _require_some(x: Selection, name: str) -> None:
     require(x.count() > 0, f"{name}(): for some example the mask selects no element")
 
 
-def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    x, given = args[0], named(args, kwargs, *_DIM)
-    spans, over = _reduced_dims(x, given.get("dim"))
+def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+    x, by_name = args[0], named(args, kwargs, *_DIM)
+    spans, over = _reduced_dims(x, by_name.get("dim"))
     if not over:
-        return _as_reduced(x, func(x.elements, **given), spans, given.get("keepdim", False))
-    dtype = given.get("dtype") or x.dtype
+        return _as_reduced(x, func(x.elements, **by_name), spans, by_name.get("keepdim", False))
+    dtype = by_name.get("dtype") or x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        return func(x.elements, **given)  # torch raises the error
+        return func(x.elements, **by_name)  # torch raises the error
     elements = x.elements.to(dtype)
     keep = x.column()
     if func.__name__ == "nanmean":
         keep = keep & ~elements.isnan()
     keep = keep.expand_as(elements)
-    total = torch.where(keep, elements, 0).sum(spans, given.get("keepdim", False))
-    return total / keep.sum(spans, given.get("keepdim", False))
+    total = torch.where(keep, elements, 0).sum(spans, by_name.get("keepdim", False))
+    return total / keep.sum(spans, by_name.get("keepdim", False))
 
 
-def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x = args[0]
     if len(args) > 1 and isinstance(args[1], bool):
         args = (x, None, *args[1:])
-    given = named(args, kwargs, "dim", "unbiased", "keepdim")
-    correction = given.pop("correction", None)
-    unbiased = given.pop("unbiased", True)
+    by_name = named(args, kwargs, "dim", "unbiased", "keepdim")
+    correction = by_name.pop("correction", None)
+    unbiased = by_name.pop("unbiased", True)
     if correction is None:
         correction = int(unbiased)
-    keepdim = given.get("keepdim", False)
-    spans, over = _reduced_dims(x, given.get("dim"))
+    keepdim = by_name.get("keepdim", False)
+    spans, over = _reduced_dims(x, by_name.get("dim"))
     if not over:
         out = func(x.elements, spans, correction=correction, keepdim=keepdim)
         return _as_reduced(x, out, spans, keepdim)
@@ -115,10 +116,10 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> A
     return torch.where(out == 0, 0.0, torch.where(out == 0, 1.0, out).sqrt())
 
 
-def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     order = "ord" if func is torch.linalg.vector_norm else "p"
-    given = named(args, kwargs, order, *_DIM)
-    power = given.get(order)
+    by_name = named(args, kwargs, order, *_DIM)
+    power = by_name.get(order)
     if not isinstance(args[0], Selection) or (
         power not in (None, "fro") and not (isinstance(power, int | float) and power > 0)
     ):
@@ -131,15 +132,15 @@ def _extremum(largest: bool) -> Any:
     """Return the handler of ``max`` or ``min`` of all elements, along a dim, or of two tensors."""
     both = torch.maximum if largest else torch.minimum
 
-    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-        given = named(args, kwargs, "dim", "keepdim")
-        other = given.get("other", given.get("dim"))
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+        by_name = named(args, kwargs, "dim", "keepdim")
+        other = by_name.get("other", by_name.get("dim"))
         if isinstance(other, torch.Tensor):
             return both(args[0], other)
         x = args[0]
         if other is not None and not _reduced_dims(x, other)[1]:
-            values, at = func(x.elements, **given)
-            keepdim = given.get("keepdim", False)
+            values, at = func(x.elements, **by_name)
+            keepdim = by_name.get("keepdim", False)
             spans = _reduced_dims(x, other)[0]
             return type(func(torch.zeros(1), 0))(
                 (_as_reduced(x, values, spans, keepdim), _as_reduced(x, at, spans, keepdim))
@@ -147,7 +148,7 @@ def _extremum(largest: bool) -> Any:
         _require_some(x, func.__name__)
         if other is None:
             return func(x.filled(_limit(x.elements, not largest)))
-        return func(_selected_first(x, _limit(x.elements, not largest)), **given)
+        return func(_selected_first(x, _limit(x.elements, not largest)), **by_name)
 
     return served
 
@@ -161,16 +162,16 @@ def _selected_first(x: Selection, rest: Any) -> torch.Tensor:
 def _arg_extremum(largest: bool) -> Any:
     """Return the handler of ``argmax`` or ``argmin``."""
 
-    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-        x, given = args[0], named(args, kwargs, *_DIM)
-        dim, keepdim = given.get("dim"), given.get("keepdim", False)
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+        x, by_name = args[0], named(args, kwargs, *_DIM)
+        dim, keepdim = by_name.get("dim"), by_name.get("keepdim", False)
         if dim is None and not x.is_first:
             return NotImplemented  # the result is an index into the flattened tensor
         spans, over = _reduced_dims(x, dim)
         if not over:
-            return _as_reduced(x, func(x.elements, **given), spans, keepdim)
+            return _as_reduced(x, func(x.elements, **by_name), spans, keepdim)
         _require_some(x, func.__name__)
-        return func(_selected_first(x, _limit(x.elements, not largest)), **given)
+        return func(_selected_first(x, _limit(x.elements, not largest)), **by_name)
 
     return served
 
@@ -178,17 +179,17 @@ def _arg_extremum(largest: bool) -> Any:
 def _keeping_size(neutral: Callable[[torch.Tensor], Any]) -> Any:
     """Return the handler of functions along a dim that keep its size."""
 
-    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-        x, given = args[0], named(args, kwargs, "dim")
-        if not isinstance(x, Selection) or not isinstance(given.get("dim"), int):
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+        x, by_name = args[0], named(args, kwargs, "dim")
+        if not isinstance(x, Selection) or not isinstance(by_name.get("dim"), int):
             return NotImplemented
-        over = _reduced_dims(x, given["dim"])[1]
-        return x.like(func(x.filled(neutral(x.elements)) if over else x.elements, **given))
+        over = _reduced_dims(x, by_name["dim"])[1]
+        return x.like(func(x.filled(neutral(x.elements)) if over else x.elements, **by_name))
 
     return served
 
 
-def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x = args[0]
     if len(args) > 1 or kwargs:
         return NotImplemented

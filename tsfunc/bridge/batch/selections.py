@@ -21,7 +21,7 @@ calls. Derivatives of every kind, outer levels and traces see ``torch.where`` an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -47,8 +47,7 @@ from tsfunc.user_code import Location, user_location
 _T = torch.Tensor
 _ALL = slice(None)
 
-Given = Mapping[str, Any]
-SelectionRule = Callable[[Callable[..., Any], Sequence[Any], Given], Any]
+SelectionRule = Callable[[Callable[..., Any], Sequence[Any], Kwargs], Any]
 
 
 class SelectionRules(FunctionRules):
@@ -70,12 +69,12 @@ class SelectionRules(FunctionRules):
         self.add(Stage.SELECTION, rule, *functions)
 
 
-def named(args: Sequence[Any], kwargs: Given, *names: str) -> dict[str, Any]:
+def named(args: Sequence[Any], kwargs: Kwargs, *names: str) -> dict[str, Any]:
     """Return the arguments after the first by name, without those that were not given."""
-    given = dict(zip(names, args[1:], strict=False))
+    by_name = dict(zip(names, args[1:], strict=False))
     for name, value in kwargs.items():
-        given[{"axis": "dim", "keepdims": "keepdim"}.get(name, name)] = value
-    return given
+        by_name[{"axis": "dim", "keepdims": "keepdim"}.get(name, name)] = value
+    return by_name
 
 
 class Selection(Tracer):

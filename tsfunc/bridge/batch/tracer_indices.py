@@ -118,12 +118,12 @@ def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
     torch would make a tensor of the list, and the number of its True elements would be unknown in
     a trace. A list that does not have the sizes of ``x`` is left to torch, which raises.
     """
-    given = index if isinstance(index, tuple) else (index,)
-    if not any(map(_mask_shape, given)) or (given[0] is index and len(_mask_shape(index)) > 1):
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(map(_mask_shape, entries)) or (entries[0] is index and len(_mask_shape(index)) > 1):
         return None
     kept: list[Any] = []
     dim = 0
-    for item in _items(given, x.dim()):
+    for item in _items(entries, x.dim()):
         shape, count = _mask_shape(item), _consumed_dims(item)
         if not shape:
             kept.append(item)
@@ -159,8 +159,8 @@ def _item_positions(item: Any, size: int) -> torch.Tensor:
     return start + torch.arange(count, device=like.device) * step
 
 
-def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    value = torch.as_tensor(default if given is None else given, device=like.device)
+def _bound(bound: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    value = torch.as_tensor(default if bound is None else bound, device=like.device)
     return torch.where(value < 0, value + size, value).clamp(0, size)
 
 
@@ -196,21 +196,21 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         index = tuple(index)  # as torch reads a list that contains tensors
     if (places := _with_positions(x, index)) is not None:
         return x[places]
-    given = index if isinstance(index, tuple) else (index,)
-    if not any(_is_traced(item) or type(item) is list for item in given):
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(_is_traced(item) or type(item) is list for item in entries):
         items = masked_items(x, index)
         if items is not None:
             return select(x, items)
-        if any(_is_flag(item) for item in given):
-            x, given = _with_masks(x, given)
-            return x[given]
-        if not is_traced_here() or not depends_on_sizes(x, given):
+        if any(_is_flag(item) for item in entries):
+            x, entries = _with_masks(x, entries)
+            return x[entries]
+        if not is_traced_here() or not depends_on_sizes(x, entries):
             return NotImplemented
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         return view[tuple(left)] if left else view
-    known = tuple([_as_known_int(item) for item in given])
+    known = tuple([_as_known_int(item) for item in entries])
     if not any(_is_traced(item) for item in known):
-        same = all(a is b for a, b in zip(given, known, strict=True))
+        same = all(a is b for a, b in zip(entries, known, strict=True))
         return NotImplemented if same else x[known]
     items = _items(known, x.dim())
     for position in reversed(range(len(items))):
@@ -221,8 +221,8 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
     """Return the items of an index with one lazy mask and basic items; None for other indices."""
-    given = index if isinstance(index, tuple) else (index,)
-    if not any(is_lazy(item) for item in given) or sum(map(_is_advanced, given)) != 1:
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(is_lazy(item) for item in entries) or sum(map(_is_advanced, entries)) != 1:
         return None
     return _items(index, x.dim())
 
@@ -279,14 +279,14 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if (places := _with_positions(x, index)) is not None:
         x[places] = value
         return None
-    given = index if isinstance(index, tuple) else (index,)
-    if any(_is_flag(item) for item in given):
-        return _set_by_mask(*_with_masks(x, given), value)
-    if sum(map(_is_advanced, given)) == 1 and any(is_recorded_mask(i, x, value) for i in given):
+    entries = index if isinstance(index, tuple) else (index,)
+    if any(_is_flag(item) for item in entries):
+        return _set_by_mask(*_with_masks(x, entries), value)
+    if sum(map(_is_advanced, entries)) == 1 and any(is_recorded_mask(i, x, value) for i in entries):
         write_by_mask(x, _items(index, x.dim()), value)
         return None
-    if not any(_is_traced(item) for item in given):
-        if not is_traced_here() or not depends_on_sizes(x, given):
+    if not any(_is_traced(item) for item in entries):
+        if not is_traced_here() or not depends_on_sizes(x, entries):
             return NotImplemented
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         view[tuple(left) or Ellipsis] = value
@@ -307,11 +307,11 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     return None
 
 
-def _with_masks(x: torch.Tensor, given: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+def _with_masks(x: torch.Tensor, entries: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Replace bool tracers without dims by one mask along a new dim of size 1, their meaning."""
-    flags = [item for item in given if _is_flag(item)]
+    flags = [item for item in entries if _is_flag(item)]
     mask = functools.reduce(torch.logical_and, flags).reshape(1)
-    items = _items(tuple(given), x.dim())
+    items = _items(tuple(entries), x.dim())
     places = [k for k, item in enumerate(items) if _is_flag(item)]
     adjacent = places[-1] - places[0] < len(places)
     first = places[0] if adjacent else 0  # torch puts the dim of separate items first
@@ -321,16 +321,16 @@ def _with_masks(x: torch.Tensor, given: Sequence[Any]) -> tuple[torch.Tensor, tu
     return x.unsqueeze(dim), tuple(item for part in rest if part for item in part)
 
 
-def _set_by_mask(x: torch.Tensor, given: tuple[Any, ...], value: Any) -> None:
+def _set_by_mask(x: torch.Tensor, entries: tuple[Any, ...], value: Any) -> None:
     """``x[given] = value``; a value for each selected element is left to torch's operator."""
-    items = _items(given, x.dim())
+    items = _items(entries, x.dim())
     advanced = [k for k, item in enumerate(items) if _is_advanced(item) or _is_traced(item)]
     right = sum(item is None or isinstance(item, slice) for item in items[advanced[0] :])
     rank = value.dim() if isinstance(value, torch.Tensor) else 0
     if len(advanced) == 1 and (rank <= right or isinstance(value.shape[-right - 1], int)):
         write_by_mask(x, items, value)
     else:
-        x[given] = value
+        x[entries] = value
 
 
 def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:

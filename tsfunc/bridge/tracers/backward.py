@@ -35,12 +35,12 @@ def backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     Raises:
         RuntimeError: a tensor from outside would get a gradient.
     """
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    results = _several(given["self" if func is _METHOD else "tensors"])
-    inputs = given.get("inputs")
+    arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+    results = _several(arguments["self" if func is _METHOD else "tensors"])
+    inputs = arguments.get("inputs")
     inputs = None if inputs is None else _several(inputs)
     level = innermost_level((*args, *kwargs.values()))
-    call = BackwardPass(results, inputs, True, not _keeps_graph(given))
+    call = BackwardPass(results, inputs, True, not _keeps_graph(arguments))
     if level is None or not level.allows_backward_outside(call):
         leaves = list(graph_leaves(results)) if inputs is None else inputs
         if not leaves or not all(map(_graph_is_internal, (*results, *leaves))):
@@ -52,11 +52,11 @@ def backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``torch.autograd.grad``."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    inputs = given["inputs"]
+    arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+    inputs = arguments["inputs"]
     inputs = list(inputs.values()) if isinstance(inputs, dict) else _several(inputs)
     level = innermost_level((*args, *kwargs.values()))
-    call = BackwardPass(_several(given["outputs"]), inputs, False, not _keeps_graph(given))
+    call = BackwardPass(_several(arguments["outputs"]), inputs, False, not _keeps_graph(arguments))
     if level is None or not level.allows_backward_outside(call):
         return NotImplemented
     return metadata(func, types, args, kwargs)
@@ -74,9 +74,9 @@ def _several(value: Any) -> Sequence[Any]:
     return (value,) if isinstance(value, torch.Tensor | GradientEdge) else tuple(value)
 
 
-def _keeps_graph(given: Mapping[str, Any]) -> bool:
-    keeps = given.get("retain_graph")
-    return bool(given.get("create_graph") if keeps is None else keeps)
+def _keeps_graph(arguments: Mapping[str, Any]) -> bool:
+    keeps = arguments.get("retain_graph")
+    return bool(arguments.get("create_graph") if keeps is None else keeps)
 
 
 def nodes_of(results: Sequence[Any]) -> Iterator[Any]:

@@ -92,16 +92,16 @@ class Form:
             args = (*args[: self.packed], args[self.packed :])
         return self.arguments_in((*args, *kwargs.values()))
 
-    def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]] | None:
+    def arguments_in(self, values: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]] | None:
         """Return packed arguments, followed by those of keywords, in the schema's order.
 
         The arguments may be the values inside of tracers. None if the call has another form.
         """
         defaults = self.defaults
-        given = (*given, *defaults)
+        values = (*values, *defaults)
         positional = []
         for position, convert in self.positions:
-            value = given[position]
+            value = values[position]
             if convert is not None:
                 value = convert(value)
                 if value is None:
@@ -117,7 +117,7 @@ class Form:
             return positional, NO_KWARGS
         named = {}
         for name, position, convert, default in self.named:
-            value = given[position]
+            value = values[position]
             if convert is not None:
                 value = convert(value)
                 if value is None:
@@ -240,11 +240,11 @@ def _form_of(op: TorchOperator, function: Any, args: Args, kwargs: Kwargs) -> Fo
             form.named.append((name, position, convert, _default_of(argument)))
         elif not argument.has_default_value():
             raise _NoForm
-    given = {name: place for name, place, *_ in form.named}
+    place_of = {name: place for name, place, *_ in form.named}
     for argument, (place, _) in zip(by_position, form.positions, strict=False):
         if place < len(kinds):
-            given[argument.name] = place
-    form.places = tuple(given.get(argument.name, -1) for argument in schema.arguments)
+            place_of[argument.name] = place
+    form.places = tuple(place_of.get(argument.name, -1) for argument in schema.arguments)
     form.as_it_is = (
         not kwargs
         and form.packed is None
@@ -319,18 +319,18 @@ def _replaced(value: Any, numbers: Any) -> Any:
     return value
 
 
-def _same_argument(given: Any, dispatched: Any) -> bool:
-    if isinstance(dispatched, torch.Tensor) or isinstance(given, torch.Tensor):
-        return given is dispatched
-    if type(given) is not type(dispatched):
+def _same_argument(passed: Any, dispatched: Any) -> bool:
+    if isinstance(dispatched, torch.Tensor) or isinstance(passed, torch.Tensor):
+        return passed is dispatched
+    if type(passed) is not type(dispatched):
         return False
     if isinstance(dispatched, list | tuple):
-        return len(given) == len(dispatched) and all(map(_same_argument, given, dispatched))
+        return len(passed) == len(dispatched) and all(map(_same_argument, passed, dispatched))
     if isinstance(dispatched, dict):
-        return given.keys() == dispatched.keys() and all(
-            _same_argument(given[name], dispatched[name]) for name in dispatched
+        return passed.keys() == dispatched.keys() and all(
+            _same_argument(passed[name], dispatched[name]) for name in dispatched
         )
-    return bool(given == dispatched)
+    return bool(passed == dispatched)
 
 
 # Factories get these arguments of torch.empty even if they are not set.
@@ -344,8 +344,8 @@ def _dispatched_call(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, An
             function(*args, **kwargs)
     except _DispatchedCall as dispatched:
         overload, args, kwargs = dispatched.args
-        given = {n: x for n, x in kwargs.items() if _UNSET.get(n, _NO_DEFAULT) is not x}
-        return overload, args, given
+        keywords = {n: x for n, x in kwargs.items() if _UNSET.get(n, _NO_DEFAULT) is not x}
+        return overload, args, keywords
     except Exception:
         raise _NoForm from None  # torch refuses the call; the real call raises the user's error
     raise _NoForm
@@ -373,17 +373,17 @@ def find_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     form: Form | None = None
     try:
         for numbers in (None, itertools.count(1001)):
-            given = [_replaced(arg, numbers) for arg in args]
+            probes = [_replaced(arg, numbers) for arg in args]
             named = {name: _replaced(arg, numbers) for name, arg in kwargs.items()}
-            overload, *dispatched = _dispatched_call(function, given, named)
+            overload, *dispatched = _dispatched_call(function, probes, named)
             op = operator_of(overload)
             if form is None:
                 if op.overload._schema.name != f"aten::{function.__name__}":
                     return None
-                form = _form_of(op, function, given, named)
+                form = _form_of(op, function, probes, named)
             if form.op is not op:
                 return None
-            parsed = form.arguments(given, named)
+            parsed = form.arguments(probes, named)
             if parsed is None:
                 return None
             if not all(map(_same_argument, (tuple(parsed[0]), parsed[1]), dispatched)):

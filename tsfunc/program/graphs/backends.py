@@ -138,7 +138,7 @@ class Compiled:
             self._numbers = NumbersAsTensors(self._module, program.inputs, name != "inductor")
         self._ints: Mapping[str, int] = self._numbers.ints if indices else {}
         self._outputs = _keep_computed(self._module)
-        _check(program, name, self._module, [*self._given(values), *self._lifted])
+        _check(program, name, self._module, [*self._input_tensors(values), *self._lifted])
         self._assign = _assignments(program, len(values))
         self._count = program.out_tree.num_leaves
         for node in every_node(program.graph):
@@ -149,36 +149,36 @@ class Compiled:
 
     def compile_for(self, values: Sequence[Any]) -> None:
         """Compile the program for values like those of a call, unless a plain call has to do it."""
-        if not any_wrapped([*self._given(values), *self._lifted]):
+        if not any_wrapped([*self._input_tensors(values), *self._lifted]):
             self._compile(values)
 
     @restoring_thread_state
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
-        given = [*self._given(values), *self._lifted]
-        if not can_run_compiled(given) or (self._separate and _share_memory(given)):
+        tensors = [*self._input_tensors(values), *self._lifted]
+        if not can_run_compiled(tensors) or (self._separate and _share_memory(tensors)):
             return self._program.run(values)
         for holds, call in self._variants:
             if holds is None or holds(self._sizes_of(values)):
-                return self._run(call, given, values)
+                return self._run(call, tensors, values)
         if len(self._variants) >= _MOST:
             return self._program.run(values)
         with self._lock:
-            return self._run(self._compile(values), given, values)
+            return self._run(self._compile(values), tensors, values)
 
     def _run(
-        self, call: Callable[..., Any], given: Sequence[torch.Tensor], values: Sequence[Any]
+        self, call: Callable[..., Any], tensors: Sequence[torch.Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
         made, numbers = self._numbers(values) if self._numbers is not None else ((), ())
-        given = [*given, *made]
+        tensors = [*tensors, *made]
         if self._ints:
             call = _with_last(call, [values[i] for i in self._ints.values()])
         try:
             if not self._separate:
                 once = functools.partial(self._uncompiled, values)
                 again: Callable[..., Any] = once if self._repeatable else self._refuse
-                results = call_differentiably(call, again, given)
+                results = call_differentiably(call, again, tensors)
                 return self._results(results, numbers, values)
-            results = call(*given)
+            results = call(*tensors)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except Exception:
@@ -213,10 +213,10 @@ class Compiled:
     def _uncompiled(self, values: Sequence[Any], *tensors: torch.Tensor) -> Sequence[Any]:
         """Run the graph as it was traced, on the tensors of a call of the compiled module."""
         module, kept = self._traced
-        given = iter(tensors)
+        left = iter(tensors)
         known = set(self._tensors)
-        inputs = [next(given) if i in known else values[i] for i in self._program.inputs]
-        results = module(*inputs, *itertools.islice(given, len(self._lifted)))
+        inputs = [next(left) if i in known else values[i] for i in self._program.inputs]
+        results = module(*inputs, *itertools.islice(left, len(self._lifted)))
         return [results[i] for i in kept]
 
     @functools.cached_property
@@ -227,7 +227,7 @@ class Compiled:
         outputs = zip(_keep_computed(module), self._outputs, strict=True)
         return module, [out.at for out, own in outputs if type(own) is _ResultIndex]
 
-    def _given(self, values: Sequence[Any]) -> list[torch.Tensor]:
+    def _input_tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
         return [values[i] for i in self._tensors]
 
     def _sizes_of(self, values: Sequence[Any]) -> dict[str, int]:
@@ -260,8 +260,8 @@ class Compiled:
         sizes = self._sizes_of(values)
         ints = {name: sizes.pop(name) for name in self._ints}
         symbols = Symbols({dim.name: dim for dim in named_dims.values()}, sizes, ints)
-        given = dict(zip(self._tensors, self._given(values), strict=True))
-        samples: list[Any] = [*_samples(self._program, given, symbols), *self._lifted]
+        tensors = dict(zip(self._tensors, self._input_tensors(values), strict=True))
+        samples: list[Any] = [*_samples(self._program, tensors, symbols), *self._lifted]
         if self._numbers is not None:
             samples += self._numbers(values)[0]
         if named_dims or ints:
@@ -378,14 +378,16 @@ def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
 
 
 def _samples(
-    program: ProgramData, given: Mapping[int, torch.Tensor], symbols: Symbols
+    program: ProgramData, inputs: Mapping[int, torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
     """Return sample inputs, with symbols as the sizes of named dims."""
     call_spec = program.call_spec
     if call_spec is None or not call_spec.named_dims:
-        return list(given.values())
+        return list(inputs.values())
     shapes = {spec.position: spec.shape(symbols.sizes) for spec in call_spec.inputs}
-    return [_fake(x, shapes.get(position, list(x.shape)), symbols) for position, x in given.items()]
+    return [
+        _fake(x, shapes.get(position, list(x.shape)), symbols) for position, x in inputs.items()
+    ]
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -52,8 +52,8 @@ class NumberResult:
 
 def number_inputs(graph: torch.fx.Graph, inputs: Sequence[int]) -> dict[str, int]:
     """Return the index of each number among the inputs of a program, by its name in the graph."""
-    given = graph.find_nodes(op="placeholder")
-    return {x.name: i for x, i in zip(given, inputs, strict=True) if _is_number(x)}
+    placeholders = graph.find_nodes(op="placeholder")
+    return {x.name: i for x, i in zip(placeholders, inputs, strict=True) if _is_number(x)}
 
 
 class NumbersAsTensors:
@@ -76,8 +76,8 @@ class NumbersAsTensors:
 
     def __init__(self, module: torch.fx.GraphModule, inputs: Sequence[int], reads: bool) -> None:
         self._graph, self._reads = module.graph, reads
-        self._given = self._graph.find_nodes(op="placeholder")
-        indices = dict(zip(self._given, inputs, strict=False))  # tensors from outside follow
+        self._placeholders = self._graph.find_nodes(op="placeholder")
+        indices = dict(zip(self._placeholders, inputs, strict=False))  # tensors from outside follow
         self._origins = _origins(self._graph)
         self._made: dict[tuple[torch.fx.Node, torch.dtype], torch.fx.Node] = {}
         self._read: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -157,26 +157,26 @@ class NumbersAsTensors:
         if signature is None or not isinstance(value, torch.Tensor):
             return
         names = [argument.name for argument in signature.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        by_name = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         numbers = {
             argument.name
             for argument in signature.arguments
-            if argument.type in _TAKES_NUMBERS and self._is_replaced(given.get(argument.name))
+            if argument.type in _TAKES_NUMBERS and self._is_replaced(by_name.get(argument.name))
         }
         dtype = _computes_in(node, value)
         if not numbers or (dtype in _HALF and signature.name.endswith("_")):
             return
         if node.target in _FILLED:
-            self._fill(node, given, value)
+            self._fill(node, by_name, value)
         elif node.target in SCALED and SCALED[node.target][0] in numbers:
             name, scaled = SCALED[node.target]
             if dtype not in _HALF:
-                factor = self._in_dtype(dtype, given.pop(name))
-                args = [self._in_dtype(dtype, x) for x in given.values()]
+                factor = self._in_dtype(dtype, by_name.pop(name))
+                args = [self._in_dtype(dtype, x) for x in by_name.values()]
                 node.target, node.args, node.kwargs = scaled, tuple(args), {"factor": factor}
         elif (other := _on_tensors(signature.name, frozenset(numbers))) is not None:
             arguments, node.target = other
-            self._call_on_tensors(node, arguments, given, dtype)
+            self._call_on_tensors(node, arguments, by_name, dtype)
 
     def _is_replaced(self, value: Any) -> bool:
         return isinstance(value, torch.fx.Node) and bool(self._origins.get(value))
@@ -189,7 +189,7 @@ class NumbersAsTensors:
         self,
         node: torch.fx.Node,
         arguments: Sequence[Argument],
-        given: Mapping[str, Any],
+        by_name: Mapping[str, Any],
         dtype: torch.dtype,
     ) -> None:
         """Give a call the arguments of an overload that takes tensors in place of its numbers.
@@ -202,9 +202,9 @@ class NumbersAsTensors:
         kwargs: dict[str, Any] = {}
         with self._graph.inserting_before(node):
             for argument in arguments:
-                if argument.name not in given:
+                if argument.name not in by_name:
                     continue
-                value = self._in_dtype(dtype, given[argument.name])
+                value = self._in_dtype(dtype, by_name[argument.name])
                 if argument.tensor and isinstance(value, int | float):
                     value = self._graph.call_function(
                         _aten.full.default, ([], value), {"dtype": dtype}
@@ -225,11 +225,11 @@ class NumbersAsTensors:
                 )
             node.replace_all_uses_with(narrowed, lambda user: user is not narrowed)
 
-    def _fill(self, node: torch.fx.Node, given: dict[str, Any], value: torch.Tensor) -> None:
+    def _fill(self, node: torch.fx.Node, by_name: dict[str, Any], value: torch.Tensor) -> None:
         """Replace a call that makes a tensor of one number."""
-        number = given.pop("fill_value")
-        first = next(iter(given))
-        options = {**given, "dtype": value.dtype}
+        number = by_name.pop("fill_value")
+        first = next(iter(by_name))
+        options = {**by_name, "dtype": value.dtype}
         with self._graph.inserting_before(node):
             empty = self._graph.call_function(_FILLED[node.target], (options.pop(first),), options)
         node.target, node.kwargs = _aten.fill.Tensor, {}
@@ -264,7 +264,7 @@ class NumbersAsTensors:
             if node.op != "placeholder" and not node.users:
                 self._graph.erase_node(node)
         remaining = []
-        for node in self._given:
+        for node in self._placeholders:
             if not _is_number(node):
                 continue
             if node.users and not _is_int(node):

@@ -167,11 +167,11 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
             assert isinstance(part, torch.fx.GraphModule)
             inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
             first: dict[Any, torch.fx.Node] = {}
-            for operand, given in zip(operands, inputs, strict=True):
-                known = first.setdefault(operand, given)
-                if known is not given:
-                    given.replace_all_uses_with(known)
-                    part.graph.erase_node(given)
+            for operand, placeholder in zip(operands, inputs, strict=True):
+                known = first.setdefault(operand, placeholder)
+                if known is not placeholder:
+                    placeholder.replace_all_uses_with(known)
+                    part.graph.erase_node(placeholder)
             part.recompile()
         node.args = (truth, *bodies, tuple(dict.fromkeys(operands)))
     for part in module.children():
@@ -405,24 +405,24 @@ class Writer:
         positions = iter(body.inputs)
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                values[node] = given = operands[next(positions)]
-                if isinstance(given, torch.fx.Node) and "val" in node.meta:
-                    given.meta.setdefault("val", node.meta["val"])
+                values[node] = operand = operands[next(positions)]
+                if isinstance(operand, torch.fx.Node) and "val" in node.meta:
+                    operand.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
                 return [values[each] for each in node.args[0]]
             elif node.op == "get_attr":
                 values[node] = self._part(str(node.target), constants[str(node.target)])
                 values[node].meta = dict(node.meta)
             elif self.translates(node):
-                given = torch.fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = self.translated(node, given)
+                args = torch.fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = self.translated(node, args)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
                 if isinstance(values[node], torch.fx.Node) and "val" in node.meta:
                     values[node].meta.setdefault("val", node.meta["val"])
             elif node.target in _CHECKED:
-                given = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = self._checked(node, *given)
+                args = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._checked(node, *args)
             elif node.meta.get("no_grad"):
                 # A body has no grad mode: its no_grad operators get detached tensors.
                 cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
@@ -501,10 +501,10 @@ class Writer:
             raise NoTorchOperator(f"{name}: {error}") from error
         _keep_apart(module)
         values: dict[torch.fx.Node, Any] = {}
-        given = iter(self.distinct(operands))
+        left = iter(self.distinct(operands))
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(left)
             elif node.op == "get_attr":
                 name = str(node.target)
                 values[node] = self._part(name, getattr(module, name))

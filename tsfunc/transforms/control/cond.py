@@ -236,7 +236,7 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, Switch)
-def _pulled(
+def _pullback(
     op: Switch, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Choose between the pullbacks of the branches."""
@@ -248,7 +248,7 @@ def _pulled(
 
 
 @derivative_rule(Pushforward, Switch)
-def _pushed(op: Switch, count: int, wrt: Sequence[int], *operands: Any) -> Any:
+def _pushforward(op: Switch, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Choose between the pushforwards of the branches."""
     return _between(
         op, [functools.partial(run_pushforward, body, count, wrt) for body in op.bodies], operands

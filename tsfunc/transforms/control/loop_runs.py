@@ -180,11 +180,11 @@ class Loop:
 
     def step(self, carry: Any) -> Any:
         """Run the body once; only the first result's type is checked."""
-        given, new = self.values.call(self.body_fun, carry)
+        old, new = self.values.call(self.body_fun, carry)
         if not self.checked:
-            check_carried(self.label, ("the carry", "the result of the body"), (given, new), ADVICE)
+            check_carried(self.label, ("the carry", "the result of the body"), (old, new), ADVICE)
             self.checked = True
-        return self.values.next_carry(given, new)
+        return self.values.next_carry(old, new)
 
     def copy_carry(self) -> None:
         """Let the next step copy a carry of which other examples may have the same tensors."""
@@ -432,18 +432,18 @@ def _run(op: While, *operands: Any) -> Any:
 
 
 @derivative_rule(Pullback, While)
-def _pulled(
+def _pullback(
     op: While, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Count the steps, and pull back through a scan of so many steps.
 
     A scan has at least one step, whose pullback is not used if the loop makes none.
     """
-    given = DerivativeOperands.of(operands, count, len(results))
+    parts = DerivativeOperands.of(operands, count, len(results))
     condition, body = op.bodies
-    carry, outer = given.inputs[: op.carried], given.inputs[op.carried :]
-    rest = (*outer, *given.numbers)
-    device = given.derivatives[0].device
+    carry, outer = parts.inputs[: op.carried], parts.inputs[op.carried :]
+    rest = (*outer, *parts.numbers)
+    device = parts.derivatives[0].device
     none = torch.zeros((), dtype=torch.int64, device=device)
     loop = Loop(
         f"{op.name}_pullback",
@@ -455,24 +455,24 @@ def _pulled(
     steps: Any = made.clamp(min=1).item()
     check_size(steps >= 1, f"{op.name} makes at least one step")
     numbers = torch.arange(steps, device=device)
-    cotangents = dict(zip(results, given.derivatives, strict=True))
+    cotangents = dict(zip(results, parts.derivatives, strict=True))
 
     def step(*values: Any) -> Sequence[Any]:
         return body(*values[: op.carried], *values[op.carried + 1 :])
 
     after = [i if i < op.carried else i + 1 for i in wrt]
     cts_in = run_pullback_through(step, (carry, [numbers], rest), after, cotangents, None, False)
-    first = with_zeros(cotangents, given.inputs, wrt)
+    first = with_zeros(cotangents, parts.inputs, wrt)
     return tuple(torch.where(made > 0, *pair) for pair in zip(cts_in, first, strict=True))
 
 
 @derivative_rule(Pushforward, While)
-def _pushed(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[Any, ...]:
+def _pushforward(op: While, count: int, wrt: Sequence[int], *operands: Any) -> tuple[Any, ...]:
     """Run a loop over the carry and its tangents."""
     condition, body = op.bodies
-    given = DerivativeOperands.of(operands, count, len(wrt))
-    tangents = dict(zip(wrt, given.derivatives, strict=True))
-    carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
+    parts = DerivativeOperands.of(operands, count, len(wrt))
+    tangents = dict(zip(wrt, parts.derivatives, strict=True))
+    carry, rest = parts.inputs[: op.carried], (*parts.inputs[op.carried :], *parts.numbers)
     moved = [i for i, x in enumerate(carry) if is_differentiable(x)]
     outer = [i for i in wrt if i >= op.carried]
     chosen, outside = [*moved, *outer], [tangents[i] for i in outer]

@@ -150,17 +150,17 @@ def _scan_again(
 
 
 @derivative_rule(Pullback, Scan)
-def _pulled(
+def _pullback(
     op: Scan, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Scan for the carries, and scan back with the pullback of a step."""
-    given = DerivativeOperands.of(operands, count, len(results))
+    parts = DerivativeOperands.of(operands, count, len(results))
     stop = op.carried + op.along
-    carry, along = given.inputs[: op.carried], given.inputs[op.carried : stop]
+    carry, along = parts.inputs[: op.carried], parts.inputs[op.carried : stop]
     (body,) = op.bodies
     return run_pullback_through(
-        body, (carry, along, (*given.inputs[stop:], *given.numbers)), wrt,
-        dict(zip(results, given.derivatives, strict=True)), op.length, op.reverse,
+        body, (carry, along, (*parts.inputs[stop:], *parts.numbers)), wrt,
+        dict(zip(results, parts.derivatives, strict=True)), op.length, op.reverse,
     )  # fmt: skip
 
 
@@ -199,14 +199,14 @@ def run_pullback_through(
 
     def back(state: Any, x: Any) -> tuple[Any, Any]:
         cts_in, sums = state
-        before, slices, given = x
+        before, slices, numbers = x
         cts = run_pullback(
             step, count, [*moved, *others], [*moved, *stacked],
-            *before, *slices, *rest, *cts_in, *given,
+            *before, *slices, *rest, *cts_in, *numbers,
         )  # fmt: skip
-        pulled_to = dict(zip(others, cts[len(moved) :], strict=True))
-        more = tuple(total + pulled_to[i] for total, i in zip(sums, outer, strict=True))
-        return (cts[: len(moved)], more), tuple(pulled_to[i] for i in others if i < stop)
+        cts_of = dict(zip(others, cts[len(moved) :], strict=True))
+        more = tuple(total + cts_of[i] for total, i in zip(sums, outer, strict=True))
+        return (cts[: len(moved)], more), tuple(cts_of[i] for i in others if i < stop)
 
     last = with_zeros(cotangents, carry, moved)
     none = tuple(torch.zeros_like(rest[i - stop]) for i in outer)
@@ -219,12 +219,12 @@ def run_pullback_through(
 
 
 @derivative_rule(Pushforward, Scan)
-def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
+def _pushforward(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Scan with a carry of values and tangents."""
-    given = DerivativeOperands.of(operands, count, len(wrt))
+    parts = DerivativeOperands.of(operands, count, len(wrt))
     carried, stop = op.carried, op.carried + op.along
-    carry, along, rest = given.inputs[:carried], given.inputs[carried:stop], given.inputs[stop:]
-    tangents = dict(zip(wrt, given.derivatives, strict=True))
+    carry, along, rest = parts.inputs[:carried], parts.inputs[carried:stop], parts.inputs[stop:]
+    tangents = dict(zip(wrt, parts.derivatives, strict=True))
     moved = [i for i, x in enumerate(carry) if is_differentiable(x)]
     scanned = [i for i in wrt if carried <= i < stop]
     outer = [i for i in wrt if i >= stop]
@@ -237,7 +237,7 @@ def _pushed(op: Scan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
         slices, more = x if along else ((), ())
         values = (*before, *slices, *rest)
         directions = (*tangents_in, *more, *(tangents[i] for i in outer))
-        after, tangents_after = run_jvp(body, values, chosen, directions, given.numbers)
+        after, tangents_after = run_jvp(body, values, chosen, directions, parts.numbers)
         carried_on = tuple(after[:carried]), tuple(tangents_after[i] for i in moved)
         return carried_on, tuple(tangents_after[carried:])
 
@@ -291,8 +291,8 @@ def _length(
         raise ValueError(f"{label}: there is no tensor to go along{also}.")
     if any(size != sizes[0] for size in sizes):
         values, structure = pytrees.flatten(tree)
-        given = zip(structure.paths(), values, strict=True)
-        paths = [path for path, value in given if value is not None]
+        at_paths = zip(structure.paths(), values, strict=True)
+        paths = [path for path, value in at_paths if value is not None]
         names = [name + "".join(f"[{key!r}]" for key in path) for path in paths]
         names += [] if length is None else ["length"]
         each = ", ".join(f"{size} in {name}" for name, size in zip(names, sizes, strict=True))
@@ -472,7 +472,7 @@ def _associative_scan_again(
 
 
 @derivative_rule(Pullback, AssociativeScan)
-def _pulled_prefixes(
+def _pullback_of_prefixes(
     op: AssociativeScan, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Pull back through a scan that combines the slices one after the other."""
@@ -480,7 +480,9 @@ def _pulled_prefixes(
 
 
 @derivative_rule(Pushforward, AssociativeScan)
-def _pushed_prefixes(op: AssociativeScan, count: int, wrt: Sequence[int], *operands: Any) -> Any:
+def _pushforward_of_prefixes(
+    op: AssociativeScan, count: int, wrt: Sequence[int], *operands: Any
+) -> Any:
     """Push forward through a scan that combines the slices one after the other."""
     return run_pushforward(functools.partial(_in_order, op), count, wrt, *operands)
 
