@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +50,14 @@ class Linear:
     def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
         w = self.adjoint(ct, consts)
-        return w, _pullback(lambda own: self.product(x, own), consts, w)
+        return w, _pullback(functools.partial(self.product, x), consts, w)
 
     def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
         """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
         """
-        moved = _pushforward(lambda own: self.product(x, own), consts, tangents)
+        moved = _pushforward(functools.partial(self.product, x), consts, tangents)
         zeros = [torch.zeros_like(value) for value in x]
         rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
         if moved is not None:
@@ -101,10 +102,10 @@ class Root:
 
     def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         w = self.at_root().adjoint(ct, [*x, *consts])
-        return [None] * self.count, _pullback(lambda own: self.residual(x, own), consts, w)
+        return [None] * self.count, _pullback(functools.partial(self.residual, x), consts, w)
 
     def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
-        moved = _pushforward(lambda own: self.residual(x, own), consts, tangents)
+        moved = _pushforward(functools.partial(self.residual, x), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
         return solve_equation(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
@@ -130,7 +131,8 @@ def _pullback(function: Callable[[Values], Values], consts: Values, w: Values) -
     gradients: list[Any] = [None] * len(consts)
     if by:
         _, pullback = vjp(
-            lambda *own: tuple(function(with_replaced(consts, by, own))), *[consts[i] for i in by]
+            lambda *replaced: tuple(function(with_replaced(consts, by, replaced))),
+            *[consts[i] for i in by],
         )
         for i, value in zip(by, pullback(tuple(-x for x in w)), strict=True):
             gradients[i] = value
@@ -143,7 +145,7 @@ def _pushforward(function: Callable[[Values], Values], consts: Values, tangents:
     if not by:
         return None
     return jvp(
-        lambda *own: tuple(function(with_replaced(consts, by, own))),
+        lambda *replaced: tuple(function(with_replaced(consts, by, replaced))),
         tuple(consts[i] for i in by),
         tuple(tangents[i] for i in by),
     )[1]

@@ -170,18 +170,18 @@ def _rebuilt(collection: Any, change: _Change, leaves: Iterator[Any]) -> Any:
     module = tensordict_module()
     inner = _inner(collection)
     if inner is not collection:
-        made = _rebuilt(inner, change, leaves)
-        return type(collection).from_tensordict(made, dict(collection._non_tensordict))
+        rebuilt = _rebuilt(inner, change, leaves)
+        return type(collection).from_tensordict(rebuilt, dict(collection._non_tensordict))
     if isinstance(collection, module.LazyStackedTensorDict):
         each, stack_dim = change.in_lazy_stack(collection)
         parts = [_rebuilt(part, each, leaves) for part in collection.tensordicts]
         return type(collection)(*parts, stack_dim=stack_dim)
     if module.is_non_tensor(collection):
-        made = collection.clone(False)
-        made.names = None
-        made.batch_size = change.batch_size(collection)
-        made.names = change.names(collection)
-        return made
+        clone = collection.clone(False)
+        clone.names = None
+        clone.batch_size = change.batch_size(collection)
+        clone.names = change.names(collection)
+        return clone
 
     def replaced(value: Any) -> Any:
         if module.is_tensor_collection(value):
@@ -204,8 +204,8 @@ def _is_lazy_at(collection: Any, dim: int | None) -> bool:
 def _with_tensors(stack: Any) -> Any:
     """Return a lazy stack with the tensors of its parts stacked."""
     if not tensordict_module().is_non_tensor(stack):
-        made = stack.contiguous()
-        return made.lock_() if stack.is_locked else made
+        dense = stack.contiguous()
+        return dense.lock_() if stack.is_locked else dense
     raise ValueError(
         f"vmap: the values {stack.tolist()} of a tensordict differ along the mapped dim "
         f"and are not tensors. Exclude them: tensordict.exclude(key)."
@@ -231,13 +231,13 @@ def _flatten(node: _CollectionNode) -> tuple[Sequence[Any], _Change]:
 
 
 def _unflatten(change: _Change, leaves: Sequence[Any]) -> Any:
-    made = _rebuilt(change.like, change, iter(leaves))
+    rebuilt = _rebuilt(change.like, change, iter(leaves))
     if not change.lazy or change.dim is None:
-        return made
+        return rebuilt
     if change.kind == "drop":
-        _mapped_stacks[id(made)] = made
-        return made
-    return _stacked_lazily(made, change.dim)
+        _mapped_stacks[id(rebuilt)] = rebuilt
+        return rebuilt
+    return _stacked_lazily(rebuilt, change.dim)
 
 
 optree.register_pytree_node(_CollectionNode, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
@@ -257,21 +257,21 @@ def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] |
     leaves, tree = opened
     opaque = pytrees.unflatten(tree, leaves)
     dims = match_by_name(spec, *opaque) if spec.by_name else match_in_dims(spec, opaque)
-    made, flat_dims = [], []
+    nodes, flat_dims = [], []
     for leaf, dim in zip(leaves, dims, strict=True):
         if not isinstance(leaf, _Opaque):
-            made.append(leaf)
+            nodes.append(leaf)
             flat_dims.append(dim)
         elif dim is None:
-            made.append(_Unmapped(leaf.collection))
+            nodes.append(_Unmapped(leaf.collection))
         else:
             dim = _dim_of(spec, leaf.collection, dim)
             lazy = _is_lazy_at(leaf.collection, dim)
             collection = _with_tensors(leaf.collection) if lazy else leaf.collection
             change = _Change(collection, "drop", dim, lazy=lazy)
-            made.append(_CollectionNode(collection, change))
+            nodes.append(_CollectionNode(collection, change))
             flat_dims += [dim for _, dim in _leaves(collection, change)]
-    return pytrees.unflatten(tree, made), flat_dims
+    return pytrees.unflatten(tree, nodes), flat_dims
 
 
 class _Unmapped:
@@ -339,10 +339,10 @@ def returned_collections(
     leaves, tree = opened
     kind = "resize" if whole else "insert"
     opaque = pytrees.unflatten(tree, leaves)
-    made, flat_dims = [], []
+    nodes, flat_dims = [], []
     for leaf, dim in zip(leaves, match_out_dims(spec, opaque, tree), strict=True):
         if not isinstance(leaf, _Opaque):
-            made.append(leaf)
+            nodes.append(leaf)
             flat_dims.append(dim)
             continue
         collection = leaf.collection
@@ -360,6 +360,6 @@ def returned_collections(
         else:
             lazy = _mapped_stacks.get(id(collection)) is collection
         change = _Change(collection, kind, dim, size, lazy=lazy)
-        made.append(_CollectionNode(collection, change))
+        nodes.append(_CollectionNode(collection, change))
         flat_dims += [dim for _, dim in _leaves(collection, change)]
-    return pytrees.unflatten(tree, made), flat_dims
+    return pytrees.unflatten(tree, nodes), flat_dims

@@ -33,8 +33,8 @@ def required(
     equalities = _independent(_equalities(conditions, hints), hints)
     needed = []
     for equality in equalities:
-        kept = [other for other in equalities if other is not equality]
-        broken = list(_breaking(equality, kept, hints))
+        others = [other for other in equalities if other is not equality]
+        broken = list(_breaking(equality, others, hints))
         if broken and not any(map(accepts, broken)):
             needed.append(equality)
     return needed
@@ -64,14 +64,14 @@ def is_multiple(equality: Any) -> bool:
 
 def satisfying(equalities: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     """Return sizes changed to satisfy equalities, as far as these determine a symbol."""
-    kept = dict(sizes)
+    fitted = dict(sizes)
     for _ in equalities:  # one change may affect the others
         for symbol, by in filter(None, map(_multiple, equalities)):
-            kept[symbol] = max(kept[symbol] - kept[symbol] % by, by)
+            fitted[symbol] = max(fitted[symbol] - fitted[symbol] % by, by)
         for symbol, value in map(_solved, equalities):
-            if symbol is not None and value.free_symbols <= kept.keys():
-                kept[symbol] = int(value.xreplace(kept))
-    return kept
+            if symbol is not None and value.free_symbols <= fitted.keys():
+                fitted[symbol] = int(value.xreplace(fitted))
+    return fitted
 
 
 def _equalities(conditions: Sequence[Any], hints: _Sizes) -> list[Any]:
@@ -127,27 +127,27 @@ def _multiple(equality: Any) -> tuple[Any, int] | None:
     return None
 
 
-def _breaking(equality: Any, kept: Sequence[Any], hints: _Sizes) -> Iterator[dict[Any, int]]:
+def _breaking(equality: Any, others: Sequence[Any], hints: _Sizes) -> Iterator[dict[Any, int]]:
     """Yield sizes of at least 2 that break a equality and satisfy the others."""
     drawn = random.Random(0)
     count = 0
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in hints.items()}
-        sizes = satisfying(kept, sizes)
-        if _breaks(equality, kept, sizes):
+        sizes = satisfying(others, sizes)
+        if _breaks(equality, others, sizes):
             yield sizes
             count += 1
         if count == _BREAKS:
             return
 
 
-def _breaks(equality: Any, kept: Sequence[Any], sizes: _Sizes) -> bool:
+def _breaks(equality: Any, others: Sequence[Any], sizes: _Sizes) -> bool:
     """True if, at given sizes, a equality fails and the others hold."""
     try:
         return (
-            _least_side((equality, *kept), sizes) >= 2
+            _least_side((equality, *others), sizes) >= 2
             and not equality.xreplace(sizes)
-            and all(other.xreplace(sizes) for other in kept)
+            and all(other.xreplace(sizes) for other in others)
         )
     except ZeroDivisionError:  # one size is divided by another, which is 0 here
         return False

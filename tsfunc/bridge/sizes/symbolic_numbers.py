@@ -289,13 +289,13 @@ def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     The symbols of NOTE [automatic dynamic sizes] replace plain numbers, so the user's code gets the
     text of the number, which reads its value.
     """
-    own = kind.__repr__
+    plain_repr = kind.__repr__
 
-    @functools.wraps(own)
+    @functools.wraps(plain_repr)
     def text(number: Any) -> str:
         symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
         if symbols is None or not in_user_code() or not symbols.reads_as_number(number):
-            return str(own(number))
+            return str(plain_repr(number))
         return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
 
     return text
@@ -317,38 +317,38 @@ for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
 class _FunctionOfMath:
     """A function of ``math`` that takes symbolic numbers, too."""
 
-    def __init__(self, own: Callable[..., float]) -> None:
-        self.own = own
-        functools.update_wrapper(self, own)
+    def __init__(self, function: Callable[..., float]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        if len(args) == 2 and self.own is _log and not _SYMBOLIC.isdisjoint(map(type, args)):
+        if len(args) == 2 and self.function is _log and not _SYMBOLIC.isdisjoint(map(type, args)):
             return self(args[0]) / self(args[1])
         if len(args) == 1 and type(args[0]) in _SYMBOLIC:
-            return _of_number(self.own, args[0])
-        return self.own(*args)
+            return _of_number(self.function, args[0])
+        return self.function(*args)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self.own
+        return other is self or other is self.function
 
     def __hash__(self) -> int:
-        return hash(self.own)
+        return hash(self.function)
 
 
 _SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})
 _log = FUNCTIONS_OF_MATH["log"]
 
 
-def _of_number(own: Callable[..., float], number: Any) -> Any:
+def _of_number(function: Callable[..., float], number: Any) -> Any:
     """Return a function of a symbolic number, which is symbolic if the number is an input."""
     if _symbols_of_input(number) is None:
-        return own(number)
+        return function(number)
     from torch.utils._sympy import functions
 
     number = torch.sym_float(number)
-    expr = getattr(functions, f"OpaqueUnaryFn_{own.__name__}")(number.node.expr)
+    expr = getattr(functions, f"OpaqueUnaryFn_{function.__name__}")(number.node.expr)
     env = number.node.shape_env
-    return env.create_symfloatnode(expr, hint=own(number.node.hint))
+    return env.create_symfloatnode(expr, hint=function(number.node.hint))
 
 
 def _symbols_of_input(number: Any) -> Any:
@@ -361,7 +361,9 @@ def _symbols_of_input(number: Any) -> Any:
     return None if known else symbols
 
 
-_FOR_NUMBERS: Final = {name: _FunctionOfMath(own) for name, own in FUNCTIONS_OF_MATH.items()}
+_FOR_NUMBERS: Final = {
+    name: _FunctionOfMath(function) for name, function in FUNCTIONS_OF_MATH.items()
+}
 replaces_in_traces(math, FUNCTIONS_OF_MATH, _FOR_NUMBERS)
 
 
@@ -370,20 +372,20 @@ replaces_in_traces(math, FUNCTIONS_OF_MATH, _FOR_NUMBERS)
 
 def _hash_in_lookups(kind: Any) -> Callable[[Any], int]:
     """Return ``__hash__`` of a kind of symbolic numbers."""
-    own = kind.__hash__
+    plain_hash = kind.__hash__
 
-    @functools.wraps(own)
+    @functools.wraps(plain_hash)
     def hashed(number: Any) -> int:
         if _symbols_of_input(number) is None or not in_user_code():
-            return int(own(number))
+            return int(plain_hash(number))
         own_frame = inspect.currentframe()
         caller = own_frame and own_frame.f_back
         keys, needs_key = (caller and looked_up(caller)) or (None, False)
         if keys is None or len(keys) > _MOST_KEYS or not _PLAIN_KEYS.issuperset(map(type, keys)):
-            return int(own(number))
+            return int(plain_hash(number))
         found = [key for key in keys if type(key) is not str and number == key]
         if needs_key and not found:
-            return int(own(number))
+            return int(plain_hash(number))
         return hash(number.node.hint)
 
     return hashed

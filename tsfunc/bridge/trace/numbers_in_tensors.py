@@ -36,19 +36,19 @@ class _Unknown(Exception):
     """The elements do not follow from sizes and plain numbers."""
 
 
-def known_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+def known_number(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return the element of a tensor of one element, if it follows from sizes and plain numbers.
 
     Args:
-        made: the tensors of plain numbers that the function has made, by their nodes.
+        tensors: the tensors of plain numbers that the function has made, by their nodes.
 
     Returns:
         A number, or a symbolic number; None if it is not known.
     """
     number = _count_of_sequences(node)
     if number is None and node.meta["val"].dtype in _DTYPES:
-        number = _number_of_sizes(node, made)
-    return _constant_number(node, made) if number is None else number
+        number = _number_of_sizes(node, tensors)
+    return _constant_number(node, tensors) if number is None else number
 
 
 def _count_of_sequences(node: torch.fx.Node) -> Any:
@@ -69,13 +69,13 @@ def _count_of_sequences(node: torch.fx.Node) -> Any:
     return x.meta["val"].shape[0 if batch_first else 1]
 
 
-def _number_of_sizes(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+def _number_of_sizes(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return an integer or a bool that may depend on sizes; None if it is not known."""
     try:
-        order = _ancestors(node, lambda x: x in made or "number" in x.meta, _is_followed)
+        order = _ancestors(node, lambda x: x in tensors or "number" in x.meta, _is_followed)
         if not order or _is_written(node.graph, {*order}):
             return None
-        known = _Elements(made)
+        known = _Elements(tensors)
         with torch_state.outside_all_transforms(), torch.no_grad():
             for each in order:
                 known.add(each)
@@ -138,20 +138,20 @@ def _is_written(graph: torch.fx.Graph, nodes: set[torch.fx.Node]) -> bool:
     return False
 
 
-def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+def _constant_number(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return a Python number that is computed from plain numbers alone; None if it is not known.
 
     The operators run as they will in the program, which checks the settings of torch that they
     depend on.
     """
-    order = _ancestors(node, made.__contains__, lambda x: _is_constant_call(x, made))
+    order = _ancestors(node, tensors.__contains__, lambda x: _is_constant_call(x, tensors))
     if not order or torch_state.in_dispatch_modes() or _is_written(node.graph, {*order}):
         return None
     values: dict[torch.fx.Node, Any] = {}
     with torch_state.outside_all_transforms(), torch.no_grad():
         for each in order:
-            if _is_literal(each, made):
-                values[each] = made[each.all_input_nodes[0]]
+            if _is_literal(each, tensors):
+                values[each] = tensors[each.all_input_nodes[0]]
                 continue
             args, kwargs = torch.fx.map_arg((each.args, each.kwargs), values.__getitem__)
             call = operator.getitem if each.target is operator.getitem else each.meta["op"].overload
@@ -165,14 +165,14 @@ def _constant_number(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Ten
         return values[node].item()
 
 
-def _is_literal(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
+def _is_literal(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
     """True if a node is the tensor that ``torch.tensor(data)`` has made in the function."""
-    return _name(node) == "lift_fresh_copy" and node.args[0] in made
+    return _name(node) == "lift_fresh_copy" and node.args[0] in tensors
 
 
-def _is_constant_call(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
+def _is_constant_call(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
     """True if a call of torch's operators returns small tensors, the same at every run."""
-    if any(x in made for x in node.all_input_nodes) and not _is_literal(node, made):
+    if any(x in tensors for x in node.all_input_nodes) and not _is_literal(node, tensors):
         return False  # a tensor from outside
     op, values = node.meta.get("op"), optree.tree_leaves(node.meta.get("val"))
     called = isinstance(op, TorchOperator) and (
@@ -191,10 +191,10 @@ def _is_constant_call(node: torch.fx.Node, made: Mapping[torch.fx.Node, torch.Te
 class _Elements:
     """The elements of tensors, as positions in one list of numbers."""
 
-    def __init__(self, made: Mapping[torch.fx.Node, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> None:
         self._numbers: list[Any] = []
         self._positions: dict[torch.fx.Node, Any] = {}
-        self._made = made
+        self._tensors = tensors
 
     def element(self, node: torch.fx.Node) -> Any:
         """Return the element of a tensor of one element."""
@@ -223,8 +223,8 @@ class _Elements:
         if node.target is operator.getitem:
             return self._positions[node.args[0]][node.args[1]]  # type: ignore[index]
         source = node.args[0] if node.args else None
-        if _is_literal(node, self._made):
-            constant = self._made[source]  # type: ignore[index]
+        if _is_literal(node, self._tensors):
+            constant = self._tensors[source]  # type: ignore[index]
             return self._new(constant.flatten().tolist(), constant.shape)
         if name in _FACTORIES:
             return self._new([self._number(node.args[_FACTORIES[name]])], ()).expand(

@@ -157,24 +157,24 @@ class CacheMiss:
             records_autograd=cache.records_autograd, recalled=cache.records_autograd
         )
         if known is None:
-            made, assumptions = self._valid_program(variation.assumed(assumptions))
+            traced, assumptions = self._valid_program(variation.assumed(assumptions))
             variation.record_outcome(assumptions)
             cache.history.appendleft(facts)
             if not assumptions.fixed:
-                self.warning = variation.remember(made[0], called=reason is None)
+                self.warning = variation.remember(traced[0], called=reason is None)
         else:
-            made = known
+            traced = known
         if not assumptions.fixed:
-            small = self._sizes_not_served(made[0], named_dims)
+            small = self._sizes_not_served(traced[0], named_dims)
             if small:
                 if known is None:
-                    cache.add(made[0])
+                    cache.add(traced[0])
                 fixed, assumptions = trace_until_valid(
                     self.trace, assumptions.moved(fixed=frozenset(small)), self.next_assumptions
                 )
-                made = self._general_if_equivalent(made, fixed)
+                traced = self._general_if_equivalent(traced, fixed)
         cache.records_autograd = assumptions.records_autograd
-        entry, closure_values = made
+        entry, closure_values = traced
         cache.add(entry)
         return entry, closure_values
 
@@ -198,9 +198,9 @@ class CacheMiss:
         A program with numbers as inputs that no descriptor describes is compared with the program
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
-        made, assumptions = trace_until_valid(self.trace, assumptions, self.next_assumptions)
+        traced, assumptions = trace_until_valid(self.trace, assumptions, self.next_assumptions)
         if not self._has_unknown_numbers(assumptions):
-            return made, assumptions
+            return traced, assumptions
         outside = self.closure_inputs
         self._compares = True
         exact, alone = trace_until_valid(
@@ -209,9 +209,9 @@ class CacheMiss:
             self.next_assumptions,
         )
         self._compares = False
-        if self._is_equivalent(made[0], exact[0], outside.values()):
+        if self._is_equivalent(traced[0], exact[0], outside.values()):
             with contextlib.suppress(ExportError):  # then the program with constants may compile
-                return self._now_compiled(made), assumptions
+                return self._now_compiled(traced), assumptions
         elif not any(is_special(number.value) for number in outside.values()):
             self.variation.cache.constants |= outside.keys()
         return self._now_compiled(exact), alone
@@ -220,15 +220,15 @@ class CacheMiss:
         """True if the inputs of a program include numbers that no descriptor describes."""
         return bool(self.closure_inputs) or self.variation.has_numbers(assumptions)
 
-    def _now_compiled(self, made: ProgramAndInputs) -> ProgramAndInputs:
+    def _now_compiled(self, traced: ProgramAndInputs) -> ProgramAndInputs:
         """Have the backend compile a program that was traced for a comparison."""
-        entry, closure_values = made
+        entry, closure_values = traced
         if self.target.backend is not None and self.target.hoist is False:
             start = time.perf_counter()
             with progress(self.name, entry.reason):
                 entry.program.run.compile_for([*self.flat, *closure_values])  # type: ignore[attr-defined]
             entry.seconds += time.perf_counter() - start
-        return made
+        return traced
 
     def _closure_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
         """Return, for the last programs of such arguments, the other values that differ."""
@@ -325,9 +325,9 @@ class CacheMiss:
             Retrace: one of the assumptions does not hold.
         """
         with progress(self.name, self._reason(assumptions)):
-            made = self._new_entry(assumptions)
-        self._record(made[0])
-        return made
+            traced = self._new_entry(assumptions)
+        self._record(traced[0])
+        return traced
 
     def _request(
         self,

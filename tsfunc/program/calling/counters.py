@@ -101,15 +101,15 @@ def _computable(
     """
     others: set[torch.fx.Node] = set()
     while True:
-        known: set[torch.fx.Node] = {each for each in sources if each not in others}
+        known: set[torch.fx.Node] = {other for other in sources if other not in others}
         written: set[torch.fx.Node] = set()
         for node in graph.nodes:
             if node.op != "call_function" or checks(node):
                 continue
             opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
             inputs = node.all_input_nodes
-            if opaque or not all(each in known for each in inputs) or not _is_small(node):
-                written |= {base_node(each) for each in written_arguments(node) if each in known}
+            if opaque or not all(other in known for other in inputs) or not _is_small(node):
+                written |= {base_node(other) for other in written_arguments(node) if other in known}
             elif base_node(node) not in others:
                 known.add(node)
         if written <= others:
@@ -124,15 +124,15 @@ def _is_small(node: torch.fx.Node) -> bool:
 
 def _leading_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """Return the nodes that a node depends on, in order, with the writes before it."""
-    order = [each for each in node.graph.nodes if each in known]
+    order = [other for other in node.graph.nodes if other in known]
     order = order[: order.index(node) + 1]
     needed = {node}
     memories: set[torch.fx.Node] = set()
     while True:
         count = len(needed)
-        for each in reversed(order):
-            if each in needed or not memories.isdisjoint(map(base_node, written_arguments(each))):
-                needed |= {each, *each.all_input_nodes}
-                memories |= {base_node(x) for x in (each, *each.all_input_nodes)}
+        for other in reversed(order):
+            if other in needed or not memories.isdisjoint(map(base_node, written_arguments(other))):
+                needed |= {other, *other.all_input_nodes}
+                memories |= {base_node(x) for x in (other, *other.all_input_nodes)}
         if len(needed) == count:
-            return [each for each in order if each in needed]
+            return [other for other in order if other in needed]

@@ -142,8 +142,8 @@ class Instances:
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
         """Return the value of an attribute; see ``Watching``."""
-        known = self._instances.get(id(instance))
-        if known is None or self._paused:
+        watched = self._instances.get(id(instance))
+        if watched is None or self._paused:
             return plain(instance, name)
         # The second frame is the reader. torch's own lookup of parameters reads the __dict__ and
         # the dicts of a module, either for an attribute that `Instance.read` has already looked up
@@ -151,9 +151,9 @@ class Instances:
         if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
             return plain(instance, name)
         if not (name.startswith("__") and name.endswith("__")):
-            return known.read(name, plain)
+            return watched.read(name, plain)
         if name == "__dict__":
-            known.read_all()
+            watched.read_all()
         return plain(instance, name)
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
@@ -162,12 +162,12 @@ class Instances:
         Raises:
             TypeCheckError: the value is not of the type that the class declares.
         """
-        known = self._instances.get(id(instance))
-        if known is None or self._paused:
+        watched = self._instances.get(id(instance))
+        if watched is None or self._paused:
             return
-        location = known.lines[name] = str(user_location())
+        location = watched.lines[name] = str(user_location())
         for each in value:
-            known.check(name, each, f"assigned at {location}")
+            watched.check(name, each, f"assigned at {location}")
 
     def paused(self) -> AbstractContextManager[None]:
         """Pause the watching: reads in the block are not reads of the traced function."""
@@ -209,9 +209,9 @@ class Instances:
         # Distinct objects must stay distinct in later calls: the trace has evaluated `a is b`.
         for in_closure in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(in_closure)
-            known = [i.source for i in self._instances.values()]
+            sources = [i.source for i in self._instances.values()]
             guarded = tuple(
-                each for each in known if self.builder.guards_of(each.in_closure) is guards
+                each for each in sources if self.builder.guards_of(each.in_closure) is guards
             )
             if len(guarded) > 1:
                 guards.add(Distinct(guarded))
@@ -307,31 +307,31 @@ class WatchedAttributes:
 
 def _watch(cls: type, watcher: WatchedAttributes) -> None:
     with _lock:
-        known = _watched.get(cls)
-        if known is None:
+        watched = _watched.get(cls)
+        if watched is None:
             originals = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
             replacements = {
                 _GET: _reading(_plain(cls, _GET)),
                 _SET: _assigning(_plain(cls, _SET)),
                 _DELETE: _assigning(_plain(cls, _DELETE)),
             }
-            known = _watched[cls] = _WatchedClass(originals, replacements, set())
-        known.watchers.add(watcher)
-        for name, function in known.replacements.items():
+            watched = _watched[cls] = _WatchedClass(originals, replacements, set())
+        watched.watchers.add(watcher)
+        for name, function in watched.replacements.items():
             if vars(cls).get(name) is not function:
                 type.__setattr__(cls, name, function)
 
 
 def _unwatch(cls: type, watcher: WatchedAttributes) -> None:
     with _lock:
-        known = _watched.get(cls)
-        if known is None:
+        watched = _watched.get(cls)
+        if watched is None:
             return
-        known.watchers.discard(watcher)
-        if known.watchers:
+        watched.watchers.discard(watcher)
+        if watched.watchers:
             return
-        for name, value in known.originals.items():
-            if vars(cls).get(name) is not known.replacements[name]:
+        for name, value in watched.originals.items():
+            if vars(cls).get(name) is not watched.replacements[name]:
                 continue
             if value is _ABSENT:
                 type.__delattr__(cls, name)
@@ -399,8 +399,8 @@ class ClosureGradients:
             if argument.sample is tensor:
                 name = argument.name
                 return Source.of_argument(argument.position, name)
-        known = self._builder.source_of(tensor)
-        return known or Source.of_object(tensor, "a tensor")
+        source = self._builder.source_of(tensor)
+        return source or Source.of_object(tensor, "a tensor")
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         source = self._source(tensor)

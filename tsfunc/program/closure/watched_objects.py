@@ -99,8 +99,8 @@ class WatchedObject:
 
     def read_all(self) -> None:
         """Guard all attributes of the object, since its ``__dict__`` was read."""
-        own = [name for home, name in self._before if home == _DICT]
-        self._guards.add(KeysAre(self.source.attribute("__dict__"), own))
+        names = [name for home, name in self._before if home == _DICT]
+        self._guards.add(KeysAre(self.source.attribute("__dict__"), names))
         for home, name in self._before:
             if home != _SLOT:
                 self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
@@ -244,8 +244,8 @@ class WatchedObject:
     def _require_none_of_its_own(self, name: str) -> None:
         """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
-            own = self.source.attribute("__dict__")
-            self._guards.add(Missing(own, name, IN_DICT))
+            namespace = self.source.attribute("__dict__")
+            self._guards.add(Missing(namespace, name, IN_DICT))
         self._held.add(name)
 
     def _absent(self, name: str) -> None:
@@ -270,10 +270,12 @@ _DICT, _SLOT = "__dict__", "slot"
 
 def _contents(value: Any) -> dict[tuple[str, str], Any]:
     """Return all attributes of an object, by their location and name."""
-    own = _dict_of(value)
-    attributes = {(_DICT, name): each for name, each in own.items()}
+    namespace = _dict_of(value)
+    attributes = {(_DICT, name): each for name, each in namespace.items()}
     for kind in STATE if isinstance(value, torch.nn.Module) else ():
-        attributes.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
+        attributes.update(
+            {(kind, name): each for name, each in (namespace.get(kind) or {}).items()}
+        )
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
             if isinstance(slot, types.MemberDescriptorType):
@@ -286,10 +288,10 @@ def _contents(value: Any) -> dict[tuple[str, str], Any]:
 
 def _dict_of(value: Any) -> dict[str, Any]:
     try:
-        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        namespace: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:  # it has only slots
         return {}
-    return own
+    return namespace
 
 
 def _has_dict(value: Any) -> bool:
@@ -298,12 +300,12 @@ def _has_dict(value: Any) -> bool:
 
 def _find(value: Any, name: str) -> tuple[str | None, Any]:
     """Return the location of an attribute in the object itself, and its value."""
-    own = _dict_of(value)
-    if name in own:
-        return _DICT, own[name]
+    namespace = _dict_of(value)
+    if name in namespace:
+        return _DICT, namespace[name]
     if isinstance(value, torch.nn.Module):
         for kind in STATE:
-            state = own.get(kind) or {}
+            state = namespace.get(kind) or {}
             if name in state:
                 return kind, state[name]
     return None, None
@@ -319,8 +321,8 @@ def _restore(value: Any, home: str, name: str, before: Any) -> None:
         slot = inspect.getattr_static(type(value), name)
         slot.__delete__(value) if before is MISSING else slot.__set__(value, before)
         return
-    own = _dict_of(value)
-    state = own if home == _DICT else own[home]
+    namespace = _dict_of(value)
+    state = namespace if home == _DICT else namespace[home]
     if before is MISSING:
         del state[name]
     else:

@@ -107,8 +107,8 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
                 results = writer.translated(node, node.args)
         except NoTorchOperator as error:
             node.meta[_REASON] = str(error)
-            for made in reversed([each for each in graph.nodes if each not in nodes]):
-                graph.erase_node(made)
+            for added in reversed([each for each in graph.nodes if each not in nodes]):
+                graph.erase_node(added)
             for name in [name for name, _ in module.named_children() if name not in children]:
                 delattr(module, name)
             continue
@@ -286,11 +286,13 @@ class Writer:
         if not isinstance(node, torch.fx.Node):  # None, or a number
             return node
         clone = torch.ops.aten.clone.default
-        made = self.graph.call_function(clone, (node,), {"memory_format": torch.contiguous_format})
-        made.meta["op"] = operator_of(clone)
+        copied = self.graph.call_function(
+            clone, (node,), {"memory_format": torch.contiguous_format}
+        )
+        copied.meta["op"] = operator_of(clone)
         if value is not None:
-            made.meta["val"] = contiguous_like(value)
-        return made
+            copied.meta["val"] = contiguous_like(value)
+        return copied
 
     def recorded(self, carry: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         """Return the first carry of a loop so that autograd records all of it, if it records any.
@@ -300,7 +302,7 @@ class Writer:
         """
         tracked = [x for x in operands if _is_real_or_complex(x) and self.tracks(x)]
         aten = torch.ops.aten
-        made = []
+        nodes = []
         for node in carry:
             if _is_real_or_complex(node):
                 value = node.meta["val"]
@@ -312,8 +314,8 @@ class Writer:
                     zero = self.graph.call_function(aten._to_copy.default, (zero,), kind)
                     node = self.call(aten.sub.Tensor, node, zero)  # a sum would change -0.0
                     node.meta["val"] = value
-            made.append(node)
-        return made
+            nodes.append(node)
+        return nodes
 
     def tracks(self, node: torch.fx.Node) -> bool:
         """True if autograd may record a tensor when the graph runs."""
@@ -455,13 +457,13 @@ class Writer:
                     node = functools.partial(size_node, self.graph, operand, dim)
                     known.setdefault(size.node.expr, node)
         if expr in known:
-            made = known[expr]()
+            number = known[expr]()
         elif expr.free_symbols <= known.keys():
-            made = number_node(self.graph, {s: known[s]() for s in expr.free_symbols}, expr)
+            number = number_node(self.graph, {s: known[s]() for s in expr.free_symbols}, expr)
         else:
             raise NoTorchOperator(f"the size {expr} is not a size of its operands")
-        made.meta["number"] = value
-        return made
+        number.meta["number"] = value
+        return number
 
     def _checked(
         self, node: torch.fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
@@ -472,18 +474,18 @@ class Writer:
         """
         known = {"check_errors": True, **kwargs}
         call = self.graph.call_function(_CHECKED[node.target], tuple(args), known)
-        made = self.call(operator.getitem, call, 0)
-        made.meta = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}
-        return made
+        first = self.call(operator.getitem, call, 0)
+        first.meta = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}
+        return first
 
     def _cut(self, node: Any) -> Any:
         """Return a detached tensor."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return node
-        made = self.call(torch.ops.aten.detach.default, node)
-        made.meta["val"] = node.meta["val"]
-        made.meta["op"] = operator_of(torch.ops.aten.detach.default)
-        return made
+        detached = self.call(torch.ops.aten.detach.default, node)
+        detached.meta["val"] = node.meta["val"]
+        detached.meta["op"] = operator_of(torch.ops.aten.detach.default)
+        return detached
 
     def written(
         self, name: str, form: Callable[..., Any], operands: Sequence[Any]
@@ -519,9 +521,9 @@ def one_of(node: Any, dim: int | None) -> Any:
     """Return a node with the type of a tensor's slice along a dim; the node if ``dim`` is None."""
     if dim is None or not isinstance(node, torch.fx.Node):
         return node
-    made = torch.fx.Graph().placeholder("x")
-    made.meta["val"] = node.meta["val"].select(dim, 0)
-    return made
+    placeholder = torch.fx.Graph().placeholder("x")
+    placeholder.meta["val"] = node.meta["val"].select(dim, 0)
+    return placeholder
 
 
 def _is_real_or_complex(node: Any) -> bool:

@@ -136,9 +136,9 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     callee = tracing.callee
 
     def run(values: list[Any]) -> Values:
-        made = _rule_call(callee, values)
-        calls.append(made.call)
-        return callee.function.primal_results(made.call, made.sizes, *made.operands)
+        bound = _rule_call(callee, values)
+        calls.append(bound.call)
+        return callee.function.primal_results(bound.call, bound.sizes, *bound.operands)
 
     return tracing.part("the function itself", run, tracing.operands)
 
@@ -152,11 +152,11 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
     kept: list[PassedTree] = []
 
     def forward(values: list[Any]) -> Values:
-        made = _rule_call(callee, values)
-        rule: Any = made.call.rule
-        with made.call.substituting_consts(made.operands):
-            out, residuals = rule.forward(made.call, *made.arguments)
-            results = made.call.result_tensors(out, made.operands)
+        bound = _rule_call(callee, values)
+        rule: Any = bound.call.rule
+        with bound.call.substituting_consts(bound.operands):
+            out, residuals = rule.forward(bound.call, *bound.arguments)
+            results = bound.call.result_tensors(out, bound.operands)
         kept.append(PassedTree(residuals))
         return *results, *kept[-1].tensors
 
@@ -167,24 +167,24 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
     stop = start + len(types)
 
     def backward(values: list[Any]) -> Values:
-        made = _rule_call(callee, values[:start])
-        made.knowing(calls[-1], results, tracing.names)
+        bound = _rule_call(callee, values[:start])
+        bound.knowing(calls[-1], results, tracing.names)
         residuals = kept[-1].filled(values[start:stop], tracing.names)
         cotangents: list[Any] = [None] * len(results)
         for j, value in zip(differentiable, values[stop:], strict=True):
             cotangents[j] = value
-        with made.call.substituting_consts(made.operands):
+        with bound.call.substituting_consts(bound.operands):
             cts_in: Values = cotangents_by_rule(
-                made.call, *made.arguments, residuals, cotangents, made.operands
+                bound.call, *bound.arguments, residuals, cotangents, bound.operands
             )
         return cts_in
 
     cotangents = [results[j] for j in differentiable]
     last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
-    made = CustomVjp(*tracing.head(len(results)))
-    made.count, made.differentiable = calls[-1].count, differentiable
-    made.primal, made.forward, made.backward = primal, first, last
-    return made
+    traced = CustomVjp(*tracing.head(len(results)))
+    traced.count, traced.differentiable = calls[-1].count, differentiable
+    traced.primal, traced.forward, traced.backward = primal, first, last
+    return traced
 
 
 def with_jvp(tracing: Tracing) -> CustomJvp:
@@ -195,21 +195,23 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
     wrt = [i for i in differentiable_indices(callee.types) if i < count]
 
     def pushforward(values: list[Any]) -> Values:
-        made = _rule_call(callee, values[: len(given)])
-        made.knowing(calls[-1], results, tracing.names)
+        bound = _rule_call(callee, values[: len(given)])
+        bound.knowing(calls[-1], results, tracing.names)
         tangents: list[Any] = [None] * count
         for i, value in zip(wrt, values[len(given) :], strict=True):
             tangents[i] = value
-        rule: Any = made.call.rule
-        with made.call.substituting_consts(made.operands):
-            tangents_out: Values = rule.pushforward(made.call, made.sizes, made.operands, tangents)
+        rule: Any = bound.call.rule
+        with bound.call.substituting_consts(bound.operands):
+            tangents_out: Values = rule.pushforward(
+                bound.call, bound.sizes, bound.operands, tangents
+            )
         return tangents_out
 
     tangents = [callee.types[i] for i in wrt]
-    made = CustomJvp(*tracing.head(len(results)))
-    made.count, made.wrt, made.primal = count, wrt, primal
-    made.push = tracing.part("the rule", pushforward, [*given, *tangents])
-    return made
+    traced = CustomJvp(*tracing.head(len(results)))
+    traced.count, traced.wrt, traced.primal = count, wrt, primal
+    traced.push = tracing.part("the rule", pushforward, [*given, *tangents])
+    return traced
 
 
 def solution(tracing: Tracing) -> LinearSolution | RootSolution:
@@ -227,22 +229,22 @@ def solution(tracing: Tracing) -> LinearSolution | RootSolution:
 
     given, unknown = tracing.operands, tracing.operands[:count]
     solve = tracing.part("its solver", closed(equation.solve, count), given)
-    made: Any
+    traced: Any
     if isinstance(equation, Linear):
-        made = LinearSolution(*tracing.head(len(solve.results)))
-        made.product = tracing.part("its function", closed(equation.product, count), given)
-        made.transposed = tracing.part(
+        traced = LinearSolution(*tracing.head(len(solve.results)))
+        traced.product = tracing.part("its function", closed(equation.product, count), given)
+        traced.transposed = tracing.part(
             "the solver of its transpose", closed(equation.transposed, count), given
         )
     else:
-        made = RootSolution(*tracing.head(len(solve.results)))
-        made.residual = tracing.part("its function", closed(equation.residual, count), given)
-        made.tangent = tracing.part(
+        traced = RootSolution(*tracing.head(len(solve.results)))
+        traced.residual = tracing.part("its function", closed(equation.residual, count), given)
+        traced.tangent = tracing.part(
             "the solver of its derivative",
             closed(equation.tangent, 2 * count), [*unknown, *given],
         )  # fmt: skip
-    made.name, made.count, made.solve = call.equation.label, count, solve
-    return made
+    traced.name, traced.count, traced.solve = call.equation.label, count, solve
+    return traced
 
 
 # --- the methods of an autograd.Function
@@ -259,43 +261,45 @@ class Methods:
     def __init__(self, tracing: Tracing) -> None:
         self.tracing, self.callee = tracing, tracing.callee
         self.cls = tracing.callee.function
-        self.made = CustomAutogradFunction(*tracing.head(0))
+        self.traced_function = CustomAutogradFunction(*tracing.head(0))
         self.outputs: list[int | None] = []
 
     def traced(self) -> CustomAutogradFunction:
-        made, tracing, cls = self.made, self.tracing, self.cls
-        made.forward = tracing.part("forward", self._forward, tracing.operands)
+        traced, tracing, cls = self.traced_function, self.tracing, self.cls
+        traced.forward = tracing.part("forward", self._forward, tracing.operands)
         self.saved.forget()
-        types = types_of(made.forward)
-        differentiable = differentiable_indices(types[: made.results])
-        made.differentiable = [j for j in differentiable if j not in made.non_differentiable]
-        made.wrt = [i for i in differentiable_indices(self.callee.types) if i in self._arguments()]
+        types = types_of(traced.forward)
+        differentiable = differentiable_indices(types[: traced.results])
+        traced.differentiable = [j for j in differentiable if j not in traced.non_differentiable]
+        traced.wrt = [
+            i for i in differentiable_indices(self.callee.types) if i in self._arguments()
+        ]
         everything = [*self.callee.types, *types]
-        numbers = tracing.operands[made.tensors :]
-        self.first = len(made.saved)
-        given = [*(everything[at] for at in made.saved), *numbers, *self.callee.types]
+        numbers = tracing.operands[traced.tensors :]
+        self.first = len(traced.saved)
+        given = [*(everything[at] for at in traced.saved), *numbers, *self.callee.types]
         method = cls.backward if cls.backward is not Function.backward else cls.vjp
-        made.once_differentiable = is_marked(cls)
-        made.backward = made.push = made.refusal = None
+        traced.once_differentiable = is_marked(cls)
+        traced.backward = traced.push = traced.refusal = None
         try:
             if method is not Function.backward:
-                wrapped = made.once_differentiable
+                wrapped = traced.once_differentiable
                 self.backward = getattr(method, "__wrapped__", method) if wrapped else method
-                cotangents = [types[j] for j in made.differentiable]
-                made.backward = tracing.part("backward", self._backward, [*given, *cotangents])
+                cotangents = [types[j] for j in traced.differentiable]
+                traced.backward = tracing.part("backward", self._backward, [*given, *cotangents])
             if cls.jvp is not torch_jvp:
-                tangents = [self.callee.types[i] for i in made.wrt]
-                made.push = tracing.part("jvp", self._pushforward, [*given, *tangents])
+                tangents = [self.callee.types[i] for i in traced.wrt]
+                traced.push = tracing.part("jvp", self._pushforward, [*given, *tangents])
         except UndefinedDerivativeError as error:
-            made.refusal = str(error)
-        return made
+            traced.refusal = str(error)
+        return traced
 
     def _needs(self, values: Values) -> list[bool]:
         args = self.callee.filled(values)
         return [is_differentiable(x) for x in args]
 
     def _forward(self, values: list[Any]) -> Values:
-        cls, made, ctx = self.cls, self.made, FunctionContext(self._needs(values))
+        cls, traced, ctx = self.cls, self.traced_function, FunctionContext(self._needs(values))
         args = self.callee.filled(values)
         if has_setup(cls):
             out = cls.forward(*args)
@@ -307,12 +311,12 @@ class Methods:
         results = [x for x in leaves if isinstance(x, torch.Tensor)]
         numbers = {id(x): j for j, x in enumerate(results)}
         self.outputs = [numbers.get(id(x)) for x in outputs]
-        made.results = len(results)
+        traced.results = len(results)
         attributes = dict(vars(ctx))
-        known = [*values[: made.tensors], *results]
-        made.dirty = [_place(x, known) for x in attributes.pop("dirty")]
-        inert = [_place(x, known) - made.tensors for x in attributes.pop("not_differentiable")]
-        made.non_differentiable = [j for j in inert if j >= 0]
+        known = [*values[: traced.tensors], *results]
+        traced.dirty = [_place(x, known) for x in attributes.pop("dirty")]
+        inert = [_place(x, known) - traced.tensors for x in attributes.pop("not_differentiable")]
+        traced.non_differentiable = [j for j in inert if j >= 0]
         del attributes["materialize"]
         self.saved = PassedTree(attributes)
         others: list[torch.Tensor] = []
@@ -323,7 +327,7 @@ class Methods:
                 at = len(known) + len(others)
                 others.append(x)
             positions.append(at)
-        made.saved = positions
+        traced.saved = positions
         return *results, *others
 
     def _context(self, values: list[Any], method: str) -> FunctionContext:
@@ -332,13 +336,13 @@ class Methods:
         return ctx.seen_by(method)
 
     def _backward(self, values: list[Any]) -> Values:
-        made = self.made
-        given = values[self.first + made.numbers + made.tensors :]
-        of: dict[int | None, Any] = dict(zip(made.differentiable, given, strict=True))
+        traced = self.traced_function
+        given = values[self.first + traced.numbers + traced.tensors :]
+        of: dict[int | None, Any] = dict(zip(traced.differentiable, given, strict=True))
         ctx = self._context(values, "backward")
         returned = self.backward(ctx, *(of.get(j) for j in self.outputs))
         returned = returned if isinstance(returned, tuple | list) else (returned,)
-        cts_in: list[Any] = [None] * made.tensors
+        cts_in: list[Any] = [None] * traced.tensors
         for i, ct in zip(self._arguments(), returned, strict=False):
             if i is not None:
                 cts_in[i] = ct
@@ -346,20 +350,23 @@ class Methods:
 
     def _arguments(self) -> list[int | None]:
         """Return for each argument the index of its tensor; None for other arguments."""
-        made = self.made
-        args = self.callee.filled([_ArgumentIndex(i) for i in range(made.tensors + made.numbers)])
+        traced = self.traced_function
+        args = self.callee.filled(
+            [_ArgumentIndex(i) for i in range(traced.tensors + traced.numbers)]
+        )
         return [
-            x.number if isinstance(x, _ArgumentIndex) and x.number < made.tensors else None
+            x.number if isinstance(x, _ArgumentIndex) and x.number < traced.tensors else None
             for x in args
         ]
 
     def _pushforward(self, values: list[Any]) -> Values:
-        made = self.made
-        given = dict(zip(made.wrt, values[self.first + made.numbers + made.tensors :], strict=True))
+        traced = self.traced_function
+        after = values[self.first + traced.numbers + traced.tensors :]
+        given = dict(zip(traced.wrt, after, strict=True))
         tangents = [None if i is None else given.get(i) for i in self._arguments()]
         returned = self.cls.jvp(self._context(values, "jvp"), *tangents)
         returned = returned if isinstance(returned, tuple | list) else (returned,)
-        tangents_out: list[Any] = [None] * made.results
+        tangents_out: list[Any] = [None] * traced.results
         for j, tangent in zip(self.outputs, returned, strict=False):
             if j is not None:
                 tangents_out[j] = tangent
