@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tsfunc import MetaTensorType, grad, load, specialize, vmap
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, dense_order
-from tsfunc.errors import DescriptorViolation, TypeCheckError
+from tsfunc.errors import ConstraintViolation, DescriptorViolation, TypeCheckError
 
 Question = Callable[[Tensor], Any]
 
@@ -270,6 +270,21 @@ def hooked() -> Tensor:
 def test_unknown_properties_are_refused(f: Any, x: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(TypeCheckError, match=message):
         specialize(f)(x())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # TorchScript is deprecated
+def test_sizes_that_cpp_reads_as_numbers_are_constraints_and_no_assignments() -> None:
+    scripted = torch.jit.script(_sums_of_rows)
+    f = specialize(lambda x: scripted(x) + 1, {"x": MetaTensorType(["n", 4])})
+    with pytest.raises(ConstraintViolation, match="n == 3"):
+        f(torch.ones(3, 4))
+    fixed = specialize(lambda x: scripted(x) + 1)
+    for n in (3, 5):
+        assert fixed(torch.ones(n, 4)).tolist() == [5.0] * n
+
+
+def _sums_of_rows(x: Tensor) -> Tensor:
+    return x.reshape(x.size(0), -1).sum(dim=1)
 
 
 def test_the_version_of_a_tensor_from_outside_is_refused() -> None:

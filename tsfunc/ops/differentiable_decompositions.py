@@ -487,9 +487,12 @@ TRACED_DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
-# The fused kernels of attention have no formula for tangents.
+# The fused kernels of attention have no formula for tangents. torch computes the tangents of
+# pullbacks of losses by TorchScript, which reads sizes as numbers and fixes those of a program.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
+    "aten::nll_loss_backward": nll_loss_backward,
+    "aten::nll_loss2d_backward": nll_loss_backward,
     "aten::view_copy": lambda x, size: x.reshape(size).clone(),  # torch views the tangent
     **{
         name: form

@@ -309,7 +309,12 @@ class TensorGuards:
         raise TypeCheckError(f"{self.label}: {read} at {user_location()}; {why}. {remedy}")
 
 
-_OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
+# Attributes of a tracer: its own, and those in which torch's C++ keeps the sizes and strides that
+# it has read.
+_CAPSULES: Final = [f"_{kind}_capsule" for kind in ("sizes", "strides", "sym_sizes", "sym_strides")]
+_OWN: Final = frozenset(
+    {"dispatch_level", "value", "node", "tracks", *_CAPSULES, *(f"{x}_len" for x in _CAPSULES)}
+)
 
 
 def _attribute(argument: TracedArgument, name: str) -> Any:
