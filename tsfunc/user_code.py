@@ -293,7 +293,7 @@ def folding(name: str = "", func: Any = None) -> Callable[[F], F]:
 
 
 def folded_class(cls: type[C]) -> type[C]:
-    """Decorate a class that users call: its constructor and its public methods fold tracebacks."""
+    """Decorate a class that users call: the errors of its public members are folded."""
     for name, member in {"__init__": vars(cls).get("__init__", cls.__init__), **vars(cls)}.items():
         if name.startswith("_") and name != "__init__":
             continue
@@ -301,6 +301,8 @@ def folded_class(cls: type[C]) -> type[C]:
             setattr(cls, name, folding()(member))
         elif isinstance(member, classmethod | staticmethod):
             setattr(cls, name, type(member)(folding()(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(cls, name, member.getter(folding()(member.fget)))
     return cls
 
 

@@ -21,7 +21,7 @@ from tsfunc.program.calling.capture import TraceRequest, abstract_eval
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import MetaTensorType
-from tsfunc.user_code import name_of
+from tsfunc.user_code import folding, name_of
 
 
 @boundary("eval_shape")
@@ -97,6 +97,7 @@ def results_without_data(label: str, func: Callable[..., Any], args: Sequence[An
     return abstract_eval(_request(label, label, func, flat, tree))
 
 
+@folding("make_graph")
 @outside_dynamo
 def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     """Return a function that traces ``func`` and returns its operators as a program.

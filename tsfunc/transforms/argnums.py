@@ -17,7 +17,7 @@ from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
 from tsfunc.bridge.tracers.current_level import current_tracer_level, tracer_level_outside
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
-from tsfunc.types.values import array_advice
+from tsfunc.types.values import tensor_advice
 
 Argnums = int | tuple[int, ...]
 
@@ -191,12 +191,7 @@ def flatten_tensors(
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             named = f" It is {names()[i]}." if names is not None else ""
-            advice = array_advice(leaf) or pytrees.static_advice(spec, i)
-            if isinstance(leaf, torch.nn.Module):
-                advice = (
-                    " Pass its parameters, dict(module.named_parameters()), and call it by "
-                    "functional_call(module, params, (x,))."
-                )
+            advice = pytrees.static_advice(spec, i) or tensor_advice(leaf)
             raise ValueError(
                 f"{api}: Expected {label} to only contain Tensors. Thing passed to transform API "
                 f"must be Tensor, got {type(leaf)}.{named}{advice}"
@@ -229,9 +224,13 @@ def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
     if not (isinstance(output, tuple) and len(output) == 2):
         raise RuntimeError(
             f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True, "
-            f"got {type(output)}"
+            f"got {_text_of(output)}"
         )
     return output
+
+
+def _text_of(output: Any) -> str:
+    return f"a tuple of {len(output)}" if isinstance(output, tuple) else str(type(output))
 
 
 def refuse_complex(api: str, label: str, leaves: Sequence[torch.Tensor]) -> None:

@@ -12,9 +12,10 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.transforms.consts import consts_of
-from tsfunc.user_code import name_of
+from tsfunc.user_code import folding, name_of
 
 
+@folding("closure_convert")
 def closure_convert(
     func: Callable[..., Any], *example_args: Any
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -30,7 +31,8 @@ def closure_convert(
         values that ``func`` reads do not become arguments.
 
     Raises:
-        TypeError: ``converted`` is called with another structure or another number of tensors.
+        TypeError: ``func`` is not callable, or ``converted`` is called with another structure or
+            another number of tensors.
 
     Example:
         >>> import torch

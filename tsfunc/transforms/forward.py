@@ -39,7 +39,7 @@ from tsfunc.transforms.argnums import (
     traced_inputs,
 )
 from tsfunc.transforms.reverse import inner_vjp
-from tsfunc.types.values import array_advice
+from tsfunc.types.values import tensor_advice
 
 _Result = TypeVar("_Result")
 _Aux = TypeVar("_Aux")
@@ -175,7 +175,7 @@ def _match(
             raise RuntimeError(f"{api}: Expected {label} to contain at least one Tensor.")
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                advice = array_advice(leaf) or pytrees.static_advice(spec, i)
+                advice = pytrees.static_advice(spec, i) or tensor_advice(leaf)
                 raise RuntimeError(
                     f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}.{advice}"
                 )

@@ -12,7 +12,7 @@ that could mean either is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -282,6 +282,8 @@ def _refuse_value(spec: Spec, value: Any, dim: int, inputs: Any, index: int) -> 
         hint = ", or convert it: torch.from_numpy(array)"
     elif isinstance(value, int | float | complex) and not isinstance(value, bool):
         hint = ", or convert the numbers: torch.tensor(values)"
+    elif isinstance(value, Iterator):
+        hint = ". An iterator ends with its first use: pass a list or a dict of its tensors"
     elif any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
         kind = type(value).__qualname__
         hint = (

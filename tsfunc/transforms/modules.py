@@ -80,6 +80,24 @@ def _described(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
 
 
+def _check_state(given: object) -> None:
+    """Raise torch's error, with advice, if the state of a call is not a dict or several dicts."""
+    advice = (
+        "The module's own are dict(module.named_parameters()), and the arguments of the module "
+        "come after them: functional_call(module, params, (x,))."
+    )
+    if not isinstance(given, Mapping | Sequence):
+        raise ValueError(
+            f"functional_call: Expected parameter_and_buffer_dicts to be a dict, or a list/tuple "
+            f"of dicts, but got {type(given)}. {advice}"
+        )
+    if not isinstance(given, Mapping) and not all(isinstance(each, Mapping) for each in given):
+        raise ValueError(
+            f"functional_call: Expected all elements of parameter_and_buffer_dicts to be "
+            f"dictionaries. {advice}"
+        )
+
+
 @folding("functional_call")
 @restoring_thread_state
 def functional_call(
@@ -127,6 +145,7 @@ def functional_call(
             f"functional_call: expected a module, got an object of type {type(module).__name__}. "
             f"A function takes its tensors as arguments."
         )
+    _check_state(parameter_and_buffer_dicts)
     prepare()
     with (
         preserve_flat_weights(module),

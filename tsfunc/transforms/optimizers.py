@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.optimizer_state import make_state
 from tsfunc.bridge.tracers.torch_settings import as_if_compiling
+from tsfunc.types.values import tensor_advice
 from tsfunc.user_code import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
@@ -61,6 +62,7 @@ class FunctionalOptimizer:
             optimizer without state.
         """
         leaves, tree = pytrees.flatten(params)
+        self._check_tensors("init", leaves, tree)
         made = [_leaf(each) for each in leaves]
         optimizer = self._optimizer(made, {})
         for each in made:
@@ -86,6 +88,7 @@ class FunctionalOptimizer:
             ValueError: ``grads`` or ``state`` has another structure than ``params``.
         """
         leaves, tree = pytrees.flatten(params)
+        self._check_tensors("step", leaves, tree)
         gradients = self._like(tree, grads, "grads")
         states = self._like(tree, state, "state")
         for path, leaf, gradient, before in zip(
@@ -153,6 +156,16 @@ class FunctionalOptimizer:
                 f"{pytrees.structure_text(pytrees.structure_of(given))}."
             ) from None
         return leaves
+
+    def _check_tensors(self, method: str, leaves: Sequence[Any], tree: Any) -> None:
+        """Raise an error if a leaf of the parameters is not a tensor."""
+        for path, leaf in zip(tree.paths(), leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                at = "".join(f"[{entry!r}]" for entry in path)
+                raise TypeError(
+                    f"functional_optimizer({self.cls.__name__}).{method}: expected a tensor for "
+                    f"params{at}, got {type(leaf).__name__}.{tensor_advice(leaf)}"
+                )
 
     def _check(self, path: Any, param: Any, gradient: Any, state: Any) -> None:
         """Raise an error for a gradient or a state that is not one of its parameter."""
@@ -222,9 +235,14 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     Corresponds to the optimizers of optax (``init`` and ``update``) for JAX.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        name = type(cls).__name__
+        made = (
+            f"an object of class {name}. Pass the class and its options: "
+            f"functional_optimizer({name}, lr=0.1)"
+        )
         raise TypeError(
             f"functional_optimizer: expected a class of optimizers, such as torch.optim.Adam, got "
-            f"{cls!r}."
+            f"{made if isinstance(cls, torch.optim.Optimizer) else repr(cls)}."
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -27,11 +27,13 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.sparse_blocks import Blocks, ResultShape, blocks_of, joined_pattern
 from tsfunc.transforms.vmap import vmap
+from tsfunc.user_code import folding
 
 API = "sparse_jacobian"
 Mode = Literal["forward", "reverse"] | None
 
 
+@folding("sparse_jacobian")
 @outside_dynamo
 def sparse_jacobian(
     func: Callable[..., Any],
@@ -114,6 +116,7 @@ def sparse_jacobian(
     return jacobian
 
 
+@folding("jacobian_sparsity")
 @outside_dynamo
 def jacobian_sparsity(
     func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False

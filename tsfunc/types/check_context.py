@@ -129,13 +129,13 @@ class CheckContext(abc.ABC):
 
     def elements(self, value: Any, kind: Any, element: Checked, path: Path) -> None:
         if not isinstance(value, kind):
-            return self.fail(path, "", f"a {kind.__name__}", describe(value))
+            return self.fail(path, "", f"a {kind.__name__}", describe(value) + _advice(value))
         for i, item in enumerate(value):
             element.check(item, (*path, i), self)
 
     def items(self, value: Any, kind: Any, children: Sequence[Checked], path: Path) -> None:
         if not isinstance(value, kind):
-            self.fail(path, "", f"a {kind.__name__}", describe(value))
+            self.fail(path, "", f"a {kind.__name__}", describe(value) + _advice(value))
         elif len(value) != len(children):
             expected = f"a {kind.__name__} of length {len(children)}"
             self.fail(path, "", expected, f"one of {len(value)}")
@@ -382,3 +382,10 @@ def is_instance(value: object, cls: type) -> bool:
 
 def _brackets(dims: Iterable[object]) -> str:
     return tensor_text(None, dims).removeprefix("tensor")
+
+
+def _advice(value: Any) -> str:
+    """Return the descriptor of a tensor in the place of a list or a tuple."""
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return ""
+    return f"; a tensor of this shape is MetaTensorType({list(value.shape)})"

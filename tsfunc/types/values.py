@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -75,6 +75,23 @@ def is_array(value: object) -> bool:
 def array_advice(value: object) -> str:
     """Return the advice for a NumPy array in place of a tensor, and nothing for other values."""
     return " Convert it: torch.from_numpy(array)." if is_array(value) else ""
+
+
+def tensor_advice(value: object) -> str:
+    """Return the advice for a value in place of a tensor that a transform needs."""
+    if isinstance(value, torch.nn.Module):
+        return (
+            " Pass its parameters, dict(module.named_parameters()), and call it by "
+            "functional_call(module, params, (x,))."
+        )
+    if isinstance(value, Iterator):
+        return (
+            " An iterator ends with its first use: pass a list or a dict of its tensors, such as "
+            "dict(module.named_parameters())."
+        )
+    if isinstance(value, int | float | complex) and not isinstance(value, bool):
+        return " Convert it: torch.tensor(value)."
+    return array_advice(value)
 
 
 def _same_of_one_type(expected: Any, got: Any) -> bool:

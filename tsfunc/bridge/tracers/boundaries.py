@@ -43,7 +43,15 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
         func: the user's function, if the callable is made for one.
         traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
             transform; otherwise Dynamo traces neither the callable nor its callees.
+
+    Raises:
+        TypeError: ``func`` is not callable.
     """
+    if func is not None and not callable(func):
+        raise TypeError(
+            f"{name}: expected a function, got {type(func).__name__}. Pass the function itself, "
+            f"and call the result with the arguments."
+        )
 
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:

@@ -210,6 +210,10 @@ def switch(
     Corresponds to ``jax.lax.switch``.
     """
     check_batching("switch", batching)
+    if not isinstance(branches, Sequence):
+        raise TypeError(
+            f"switch: branches: expected a list of callables, got {type(branches).__name__}."
+        )
     if not branches:
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
