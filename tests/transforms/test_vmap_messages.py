@@ -328,3 +328,16 @@ def test_a_module_is_named_by_its_class() -> None:
             call(X)
         assert "vmap(Deep), at " in str(caught.value)
         assert "Linear" not in str(caught.value)
+
+
+def test_the_advice_for_a_read_in_a_library_depends_on_the_trace() -> None:
+    namespace: dict[str, Any] = {}
+    source = "def pooled(x):\n    return x * int(x.max())\n"
+    exec(compile(source, "/usr/lib/site-packages/graphs/pooling.py", "exec"), namespace)
+    pooled = namespace["pooled"]
+    for call, advice in (
+        (vmap(pooled), r"Or trace the function, with tsfunc.specialize\(vmap"),
+        (specialize(vmap(pooled)), "Or give the library arguments with which it reads no values"),
+    ):
+        with pytest.raises(DataDependentError, match=f"pooling.py:2, in pooled.* {advice}"):
+            call(X)

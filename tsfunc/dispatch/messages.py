@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
 from tsfunc.dispatch.state import Level, tls
 from tsfunc.user_code import Location, user_location
@@ -116,6 +118,11 @@ def read_of_batch(name: str, level: Level) -> str:
 def _advice(location: Location) -> str:
     """Return the advice for a line that reads a Python value; a library's can't be rewritten."""
     if "site-packages" in location.file:
+        if torch.compiler.is_compiling():  # it is traced
+            return (
+                "Or give the library arguments with which it reads no values, such as sizes as "
+                "numbers, or call it outside of the vmapped function."
+            )
         return (
             "Or trace the function, with tsfunc.specialize(vmap(...)): many libraries read no "
             "values while torch.compiler.is_compiling() is True, as it is in a trace."
