@@ -265,12 +265,12 @@ def test_a_program_says_which_mesh_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "program.ts"
     spawn(saved, 2, str(file))
     loaded = tsfunc.load(file)
-    with pytest.raises(MeshError, match="a mesh with the axes i=2, got a process"):
+    with pytest.raises(MeshError, match="a mesh of the axes i=2, over which this program"):
         loaded(*arguments())
     with (
         simulated_rank(0, i=4) as mesh,
         tsfunc.mesh_axes(mesh),
-        pytest.raises(MeshError, match=r"with the axes i=2, got a process whose meshes are: .*i=4"),
+        pytest.raises(MeshError, match=r"of the axes i=2, .*got one with these meshes: .*i=4"),
     ):
         loaded(*arguments())
 

@@ -111,7 +111,7 @@ def sum_over_a_dim_that_is_not_there(program: Program) -> None:
 
 
 BREAKS: dict[Callable[[Program], None], str] = {
-    drop_the_output: "it has no output",
+    drop_the_output: "expected an output node at its end, got none",
     move_after_its_use: "%cat_default .*uses %sin_default, which is not defined before it",
     go_on_after_the_output: "something after the output",
     name_it_as_another: "another value has the same name",
@@ -143,7 +143,9 @@ def test_the_number_of_inputs() -> None:
     program = traced()
     with program.graph.inserting_before(node(program, "sin")):
         program.graph.placeholder("more")
-    with pytest.raises(MalformedProgramError, match="has 2 inputs, the program 1"):
+    with pytest.raises(
+        MalformedProgramError, match="expected a graph of 1 inputs, as the program has, got 2"
+    ):
         program.verify()
 
 
@@ -151,7 +153,9 @@ def test_the_number_of_results() -> None:
     program = traced()
     output = node(program, "output")
     output.args = (output.args[0] * 2,)  # type: ignore[operator]
-    with pytest.raises(MalformedProgramError, match="has 2 results, the program 1"):
+    with pytest.raises(
+        MalformedProgramError, match="expected a graph of 1 results, as the program has, got 2"
+    ):
         program.verify()
 
 

@@ -249,12 +249,13 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_chunks_that_differ_are_refused() -> None:
+    first_chunk = "as for the first chunk of the examples"
     for first, other, message in [
         (lambda x: x, lambda x: x.double(), "a tensor of shape (examples, 4) and torch.float64"),
         (lambda x: x, lambda x: x[:2], "a tensor of shape (examples, 2)"),
-        (lambda x: x, lambda x: (x, x), "(*, *) for a chunk of the examples, but * for"),
-        (lambda x: 3, lambda x: x, "returned a tensor for a chunk of the examples, but no tensor"),
-        (lambda x: x, lambda x: 3, "returned no tensor for a chunk of the examples, but a tensor"),
+        (lambda x: x, lambda x: (x, x), f"to return *, {first_chunk}, got (*, *)"),
+        (lambda x: 3, lambda x: x, f"to return no tensor, {first_chunk}, got a tensor"),
+        (lambda x: x, lambda x: 3, f"and torch.float32, {first_chunk}, got no tensor"),
     ]:
         calls: list[Any] = [first, other]
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -181,7 +181,10 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
         (Config, "Config is a TypedDict"),
         (Node, r"Node\.next: Node has itself among its elements; .*make it a class"),
         (Annotated[int, META], r"describes a tensor, but annotates int"),
-        (TSModuleType(torch.nn.Linear, ()), "the type of one module, which is not an annotation"),
+        (
+            TSModuleType(torch.nn.Linear, ()),
+            "expected the class Linear, got the type of one module",
+        ),
         ("nowhere", "nowhere is neither a word of the grammar nor a class"),
     ],
 )

@@ -146,7 +146,7 @@ class TestSelf:
         "func", [Model.annotated, Model().annotated], ids=["function", "bound"]
     )
     def test_it_may_not_be_annotated(self, func: Any) -> None:
-        with pytest.raises(AnnotationError, match="annotated: self may not be annotated, because"):
+        with pytest.raises(AnnotationError, match="annotated: expected self without an annotation"):
             signature(func)
 
     def test_outside_of_a_class_it_is_a_name_like_any_other(self) -> None:

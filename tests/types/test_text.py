@@ -134,7 +134,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         ("namedtuple(int int)", r"expected ',' or '\)', got 'int\)'"),
         ("f32[-1]", "expected a size of 0 or more, got -1|neither a name nor"),
         ("f32[n", r"expected '\]' after the dims"),
-        ("f32[n] nodevice", "torch has no device 'nodevice'"),
+        ("f32[n] nodevice", "expected a device of torch.*got 'nodevice'"),
         ("f32[n] cpu meta", "meta is the second device of one tensor"),
         ("Annotated[int, f32[n]]", "Annotated has a tensor class and a description"),
         ("Callable[[int], int]", "Callable is neither a word"),

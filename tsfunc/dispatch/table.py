@@ -270,8 +270,8 @@ def operators_of(op: Any) -> Sequence[Operator]:
         if rows is not None:
             return rows
     raise DispatchError(
-        f"{op!r} names no operator. Expected an Operator, the name of one, or a torch operator "
-        f"(torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.add, 'aten::add.Tensor')."
+        f"expected an Operator, the name of one, or a torch operator (torch.ops.aten.add.Tensor, "
+        f"torch.ops.aten.add, torch.add, 'aten::add.Tensor'), got {op!r}"
     )
 
 

@@ -200,8 +200,8 @@ def declare(
     for name in names:
         if not isinstance(name, str):
             raise DispatchError(
-                f"A row at {source} is declared for {name!r}; expected an operator's name, such as "
-                f"'aten::sin'. Shape categories are in tsfunc/ops/catalogue/decided.txt."
+                f"a row at {source}: expected an operator's name, such as 'aten::sin', got "
+                f"{name!r}. Shape categories are in tsfunc/ops/catalogue/decided.txt."
             )
         if name in _rows:
             raise DispatchError(

@@ -43,7 +43,9 @@ class Field:
         except RecursionError:
             raise FileFormatError(f"{where}: nested too deeply.") from None
         except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-            raise FileFormatError(f"{where}: not the JSON of a program: {error}") from None
+            raise FileFormatError(
+                f"{where}: expected the JSON of a program, got other data: {error}"
+            ) from None
         return cls(value, where)
 
     @property

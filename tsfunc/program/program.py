@@ -212,13 +212,15 @@ class Program(ProgramData):
         placeholders = sum(node.op == "placeholder" for node in self.graph.nodes)
         if placeholders != len(self.inputs):
             raise MalformedProgramError(
-                f"{self.name}: its graph has {placeholders} inputs, the program {len(self.inputs)}."
+                f"{self.name}: expected a graph of {len(self.inputs)} inputs, as the program has, "
+                f"got {placeholders}."
             )
         results = [len(node.args[0]) for node in self.graph.nodes if node.op == "output"]
         wanted = self.out_tree.num_leaves + sum(len(each.slots()) for each in self.updates)
         if results and results[-1] != wanted:
             raise MalformedProgramError(
-                f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
+                f"{self.name}: expected a graph of {wanted} results, as the program has, "
+                f"got {results[-1]}."
             )
         constraints = [each.constraint for each in conditions_among(self.trace_guards)]
         verify(self.graph, self.lifted, self.name, constraints)

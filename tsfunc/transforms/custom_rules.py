@@ -385,7 +385,7 @@ class Rule(Generic[Result]):
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{self.label}: the arguments do not fit {self.name}{self.signature}: {error}."
+                f"{self.label}: expected arguments of {self.name}{self.signature}: {error}."
             ) from None
         bound.apply_defaults()
         without = [name for name in bound.kwargs if name in kwargs]

@@ -62,9 +62,9 @@ class Joined:
 
     def _refuse(self, now: Any, first: Any) -> None:
         raise ValueError(
-            f"{self.spec.call(out=True)}: `{self.spec.name}` returned {now} for a chunk of the "
-            f"examples, but {first} for the first one. It is called once for each chunk, and must "
-            f"return the same but for the examples."
+            f"{self.spec.call(out=True)}: expected `{self.spec.name}` to return {first}, as for "
+            f"the first chunk of the examples, got {now}. It is called once for each chunk, and "
+            f"must return the same but for the examples."
         )
 
 

@@ -140,8 +140,8 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return annotation
     if isinstance(annotation, TSModuleType):
         raise reading.error(
-            f"{annotation.cls.__name__} is the type of one module, which is not an annotation; "
-            f"write the class"
+            f"expected the class {annotation.cls.__name__}, got the type of one module, which is "
+            f"not an annotation"
         )
     if isinstance(annotation, MetaTensorType):
         return TSTensor(meta=annotation)

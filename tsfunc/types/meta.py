@@ -438,8 +438,8 @@ def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
     else:
         known_sizes = ", ".join(sorted(names)) or "none"
         raise DescriptorError(
-            f"split({name}=...): {meta} has no attribute and no size {name!r}; its sizes are: "
-            f"{known_sizes}"
+            f"split({name}=...): expected an attribute of {meta} or one of its sizes "
+            f"({known_sizes}), got {name!r}"
         )
     if not narrower <= meta:
         raise DescriptorError(f"split({name}=...): {narrower} is not narrower than {meta}")

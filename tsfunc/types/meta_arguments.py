@@ -79,7 +79,7 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
     for name, value in kwargs.items():
         if name not in _FIELDS:
             raise DescriptorError(
-                f"MetaTensorType has no attribute {name!r}; it has {', '.join(_FIELDS)}"
+                f"MetaTensorType: expected an attribute among {', '.join(_FIELDS)}, got {name!r}"
             )
         if name in by_name:
             raise DescriptorError(
@@ -236,8 +236,8 @@ def _device(device: object) -> torch.device | None:
         parsed = torch.device(device)
     except RuntimeError:
         raise DescriptorError(
-            f"MetaTensorType(device=...): torch has no device {device!r}; "
-            "write for example 'cpu', 'cuda' or 'cuda:1'"
+            f"MetaTensorType(device=...): expected a device of torch, for example 'cpu', 'cuda' "
+            f"or 'cuda:1', got {device!r}"
         ) from None
     # There is only one CPU: a tensor on "cpu:0" has the device "cpu".
     return torch.device(parsed.type) if parsed.type in ("cpu", "meta") else parsed

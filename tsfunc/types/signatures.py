@@ -181,8 +181,8 @@ def _require_plain_self(func: Any, name: str) -> None:
     first = next(iter(inspect.signature(func).parameters.values()), None)
     if first is not None and first.name == "self" and first.annotation is not _EMPTY:
         raise AnnotationError(
-            f"{name}: self may not be annotated, because its type is the class that the method is "
-            f"defined in; got {first.annotation!r}"
+            f"{name}: expected self without an annotation, since its type is the class that the "
+            f"method is defined in, got {first.annotation!r}"
         )
 
 

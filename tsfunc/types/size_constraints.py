@@ -41,7 +41,8 @@ def constraint_code(text: str, variables: Mapping[str, str]) -> str:
     """
     if len(text) > _LONGEST:
         raise DescriptorError(
-            f"expected a condition of at most {_LONGEST} characters, got {text[:20]!r}..."
+            f"{text[:20]!r}...: expected a condition of at most {_LONGEST} characters, "
+            f"got {len(text)}"
         )
     try:
         return ast.unparse(_constraint(ast.parse(text, mode="eval").body, variables))

@@ -484,8 +484,8 @@ _SYMBOLS: dict[type[ast.operator], str] = {
 def _parse(text: str) -> _Expression:
     if len(text) > _LONGEST_EXPRESSION:
         raise DescriptorError(
-            f"{text[:20]!r}...: an expression has at most {_LONGEST_EXPRESSION} characters, "
-            f"got {len(text)}"
+            f"{text[:20]!r}...: expected an expression of at most {_LONGEST_EXPRESSION} "
+            f"characters, got {len(text)}"
         )
     names: dict[str, None] = {}
     try:

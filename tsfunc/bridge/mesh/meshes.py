@@ -149,8 +149,9 @@ def mesh_named(text: str) -> Mesh:
     if mesh is None:
         others = "; ".join(_registered) or "none"
         raise MeshError(
-            f"this program runs over a mesh with the axes {text}, got a process whose meshes are: "
-            f"{others}. Make a mesh with these names and sizes and enter it with "
-            f"tsfunc.mesh_axes(mesh), or specialize the function again for the mesh you have."
+            f"expected a process with a mesh of the axes {text}, over which this program runs, "
+            f"got one with these meshes: {others}. Make a mesh with these names and sizes and "
+            f"enter it with tsfunc.mesh_axes(mesh), or specialize the function again for the mesh "
+            f"you have."
         )
     return mesh

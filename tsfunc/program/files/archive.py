@@ -85,7 +85,9 @@ class Archive:
             ) from None
         self._infos = self._checked(file, self._zip.infolist())
         if MANIFEST not in self._infos:
-            raise FileFormatError(f"{label}: not a file of tsfunc: it has no {MANIFEST}.")
+            raise FileFormatError(
+                f"{label}: not a file of tsfunc: expected an entry {MANIFEST}, got none."
+            )
         self.head = Field.parse(self._bytes(MANIFEST), f"{label}: {MANIFEST}")
 
     def require_entries(self, listed: Field) -> None:

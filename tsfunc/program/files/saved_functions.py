@@ -291,13 +291,15 @@ def _read_head(archive: Archive) -> str:
     """Check the manifest of a file; return the torch version it was made with."""
     head = archive.head
     kind = head.get("format")
-    if kind is None or kind.value != KIND:
-        head.fail(f"not a file of tsfunc: its format is not {KIND!r}")
+    if kind is None:
+        head.fail(f"not a file of tsfunc: expected the format {KIND!r}, got none")
+    if kind.value != KIND:
+        kind.expected(f"{KIND!r}, which a file of tsfunc has")
     version = head.at("version").integer(1)
     if version != VERSION:
         head.fail(
-            f"the file is of format {version}, of a later version of tsfunc "
-            f"({head.at('tsfunc').line()}); this one reads format {VERSION}"
+            f"expected a file of format {VERSION}, got format {version}, of a later version of "
+            f"tsfunc ({head.at('tsfunc').line()})"
         )
     *_, made_with, entries = head.record("format", "version", "tsfunc", "torch", "entries")
     archive.require_entries(entries)

@@ -82,7 +82,9 @@ class _Check:
             defined.add(node)
             names.add(node.name)
         if not self.nodes or self.nodes[-1].op != "output":
-            raise MalformedProgramError(f"{self.label}: it has no output.")
+            raise MalformedProgramError(
+                f"{self.label}: expected an output node at its end, got none."
+            )
 
     def kinds(self) -> None:
         """Check that each operator gets the arguments that its schema requires."""
