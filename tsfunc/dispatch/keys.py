@@ -228,7 +228,6 @@ class DispatchKeySet:
 
     @classmethod
     def from_bits(cls, bits: int) -> DispatchKeySet:
-        """Return the set with these bits."""
         made = object.__new__(cls)
         object.__setattr__(made, "bits", bits)
         return made

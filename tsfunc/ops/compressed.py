@@ -38,7 +38,6 @@ def members(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def of_members(
     compressed: Tensor, plain: Tensor, values: Tensor, size: Sequence[Any], layout: torch.layout
 ) -> Tensor:
-    """Return the compressed tensor with these members."""
     return torch.sparse_compressed_tensor(
         compressed, plain, values, list(size), layout=layout, check_invariants=False
     )
@@ -80,7 +79,6 @@ def batch_of(x: Tensor, bdim: int | None, size: int) -> Tensor:
 
 
 def select_examples(x: Tensor, positions: Tensor) -> Tensor:
-    """Return some of the examples."""
     compressed, plain, values = (part.index_select(0, positions) for part in members(x))
     return of_members(compressed, plain, values, (len(positions), *x.shape[1:]), x.layout)
 

@@ -25,7 +25,6 @@ def logical_rank(x: Tensor, bdim: int | None) -> int:
 
 
 def logical_shape(x: Tensor, bdim: int | None) -> list[Any]:
-    """Return the logical sizes."""
     return [size for dim, size in enumerate(x.shape) if dim != bdim]
 
 

@@ -199,7 +199,6 @@ def _are_sizes(sizes: object) -> bool:
 
 
 def _normal_bounds(dim: Dim) -> dict[str, Any]:
-    """Return the normalized bounds of a dim."""
     step = dim.multiple_of or 1
     low = -(-(dim.min or 0) // step) * step
     high = None if dim.max is None else dim.max // step * step

@@ -140,7 +140,6 @@ class Collective(LinearMap):
         raise NotImplementedError
 
     def of(self, value: torch.Tensor) -> Any:
-        """Return the collective of a tensor."""
         return linear(self, (at_level(value, self.level),))
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:

@@ -120,7 +120,6 @@ _TRANSPOSED = {
 
 
 def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the kind and the ints of the transpose."""
     ints = list(ints)
     if kind == "all_to_all":
         ints = ints[::-1]
@@ -181,7 +180,6 @@ _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 
 def exchange_at_levels(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
-    """Return an exchange of a tensor at any level."""
     if is_plain_exchange(x):
         return exchange(x, kind, ints, axis, mesh)
     return MAP(x, kind, ints, axis, mesh)

@@ -64,7 +64,6 @@ def _is_registered(overload: OpOverload) -> bool:
 
 @functools.cache
 def signature_of_overload(overload: OpOverload) -> OperatorSignature:
-    """Return the schema of an overload."""
     schema = overload._schema
     return OperatorSignature(
         overload.name(),

@@ -55,7 +55,6 @@ class TracerStack:
         ]
 
     def wrap(self, value: torch.Tensor) -> torch.Tensor:
-        """Wrap a value in these tracers."""
         for frame in reversed(self.frames):
             if isinstance(frame.level, BatchLevel):
                 value = wrap(value, frame.bdim, frame.level)

@@ -318,7 +318,6 @@ def _setting_getters() -> frozenset[Callable[[], Any]]:
 
 
 def is_torch_setting_getter(value: Any) -> bool:
-    """True if a value is a function of torch that returns a setting."""
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
         value in _setting_getters()
     )

@@ -344,7 +344,6 @@ class Source:
         return self.at(f"{{}}.{name}", text, owner)
 
     def item(self, key: Any, text: str, owner: str | None = None) -> Source:
-        """Return the source of an element."""
         source = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
         return source if type(key) in (int, str) else replace(source, key=key)
 

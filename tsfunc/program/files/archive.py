@@ -118,7 +118,6 @@ class Archive:
         return data
 
     def json(self, name: str) -> Field:
-        """Return an entry that is JSON."""
         return Field.parse(self.read(name), f"{self.label}: {name}")
 
     def _require_end(self, file: BinaryIO) -> None:

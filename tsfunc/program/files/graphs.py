@@ -240,7 +240,6 @@ class GraphWriter:
             raise error.within(_where(node)) from None
 
     def call(self, node: torch.fx.Node, key: str, called: Any) -> dict[str, Any]:
-        """Return the JSON of a call."""
         return {
             key: called,
             "args": [self.closure.encode(arg) for arg in node.args],
@@ -390,7 +389,6 @@ class GraphReader:
         return self.tensors.generator(state, self.device(device))
 
     def arguments(self, field: Field) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call."""
         args = tuple(self._values.decode(arg) for arg in field.at("args").items())
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():
@@ -402,7 +400,6 @@ class GraphReader:
     def call(
         self, target: Any, name: str, args: tuple[Any, ...], kwargs: Any = None
     ) -> torch.fx.Node:
-        """Return a new node that calls a target."""
         return self.graph.create_node("call_function", target, args, kwargs, name=name)
 
 

@@ -212,7 +212,6 @@ class ValueReader:
         return self.device(field)
 
     def dtype(self, field: Field) -> torch.dtype:
-        """Return the dtype of a name."""
         return field.one_of(DTYPES, "a dtype of torch")
 
     def device(self, field: Field) -> torch.device:
@@ -355,7 +354,6 @@ class Trees:
         return field.fail(f"{cls.__name__} is not a container") if made is None else made
 
     def class_of(self, field: Field) -> Any:
-        """Return the class of a name."""
         name = field.text()
         cls = self._classes.get(name) or (find_object(name, {}) if len(name) < 300 else None)
         if not isinstance(cls, type):

@@ -107,7 +107,6 @@ class StateWriter:
         return encoded_cells
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is in a cell."""
         return id(tensor) in self._cells_of_tensors
 
     def of_program(self, program: ProgramData, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:

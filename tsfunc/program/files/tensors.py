@@ -173,7 +173,6 @@ class TensorReader:
             )
 
     def tensor(self, field: Field) -> torch.Tensor:
-        """Return the tensor of a name."""
         name = field.text()
         if name not in self._made:
             if name not in self._records:

@@ -76,7 +76,6 @@ class _Maker:
         self.sizes = sizes
 
     def value(self, descriptor: Descriptor, path: str) -> Any:
-        """Return an argument for a descriptor."""
         match descriptor:
             case TSTensor(cls=torch.Tensor, meta=meta):
                 return self._tensor(meta, path)

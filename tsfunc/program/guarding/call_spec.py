@@ -262,7 +262,6 @@ def guards_on_arguments(
 
 
 def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
-    """Return the conditions of the guards that are conditions."""
     return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
 
 

@@ -99,7 +99,6 @@ class ArgumentGuard(Guard):
         raise NotImplementedError
 
     def to_json(self, encode: Encode) -> Any:
-        """Return the guard as JSON."""
         raise NotImplementedError
 
     @classmethod
@@ -400,7 +399,6 @@ def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
 
 
 def variables_of(named_dims: Mapping[str, Dim], numbers: Sequence[NumberSpec]) -> dict[str, str]:
-    """Return the variables of named dims and numbers in conditions."""
     sizes = {name: variable_of_size(name) for name in named_dims}
     return {**sizes, **{spec.name: f"args[{spec.position}]" for spec in numbers}}
 

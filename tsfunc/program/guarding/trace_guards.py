@@ -73,7 +73,6 @@ class TraceGuard(Guard):
         return self
 
     def to_json(self) -> Any:
-        """Return the guard as JSON."""
         raise NotImplementedError
 
     @classmethod
@@ -251,7 +250,6 @@ _BY_JSON_KEY = {kind.json_key: kind for kind in TRACE_KINDS}
 
 
 def trace_guard_to_json(guard: TraceGuard) -> Any:
-    """Return a guard and its kind as JSON."""
     return {guard.json_key: guard.to_json()}
 
 

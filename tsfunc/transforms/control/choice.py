@@ -154,7 +154,6 @@ def _known(value: Any) -> bool:
 
 
 def known_data(values: Any) -> torch.Tensor:
-    """Return the data of a known tensor."""
     return innermost_value(values)
 
 
