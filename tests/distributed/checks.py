@@ -7,7 +7,9 @@ import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,3 +61,43 @@ def run_all(rank: int, size: int, checks: Mapping[str, Check]) -> dict[str, str]
             dist.destroy_process_group()
             break
     return found
+
+
+class Checks(dict[str, Check]):
+    """The checks of a file, by their names; ``tests`` makes tests of them."""
+
+    _tested = False
+
+    def check(self, function: Check) -> Check:
+        """Decorator: add a function under its own name."""
+        self[function.__name__] = function
+        return function
+
+    def __setitem__(self, name: str, check: Check) -> None:
+        assert not self._tested, f"{name} is added after the tests were made, and would not run"
+        super().__setitem__(name, check)
+
+    def tests(self) -> Callable[[str], None]:
+        """Return a test with a parameter for each check; the first runs them all, on two ranks."""
+        self._tested = True
+        return on_two_ranks(self)
+
+
+def on_two_ranks(checks: Mapping[str, Check]) -> Callable[[str], None]:
+    """Return the test of ``Checks.tests`` for some of the checks of a file."""
+
+    @functools.cache
+    def outcome() -> Any:
+        try:
+            return failures(dict(checks))
+        except Exception as error:  # raised by each test: the checks do not run again
+            return error
+
+    @pytest.mark.parametrize("name", list(checks))
+    def test_on_two_ranks(name: str) -> None:
+        errors = outcome()
+        if isinstance(errors, Exception):
+            raise errors
+        assert not errors[name], "\n".join(errors[name])
+
+    return test_on_two_ranks

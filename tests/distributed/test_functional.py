@@ -19,16 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Check, Checks
 from tsfunc.errors import MissingRuleError
 
-CHECKS: dict[str, Check] = {}
+CHECKS = Checks()
 close = torch.testing.assert_close
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def world() -> Any:
@@ -180,7 +175,7 @@ for _call in (
     CHECKS[f"{_call.__name__}"] = written(_call)
 
 
-@check
+@CHECKS.check
 def writes_have_no_derivative(rank: int, size: int) -> None:
     x = example(rank, 0)[0]
 
@@ -195,7 +190,7 @@ def writes_have_no_derivative(rank: int, size: int) -> None:
         tsfunc.jvp(f, (x,), (x,))
 
 
-@check
+@CHECKS.check
 def collectives_without_a_functional_form_are_refused(rank: int, size: int) -> None:
     def reduced(x: Tensor) -> Tensor:
         x = x * 1
@@ -206,7 +201,7 @@ def collectives_without_a_functional_form_are_refused(rank: int, size: int) -> N
         tsfunc.specialize(reduced)(torch.ones(3))
 
 
-@check
+@CHECKS.check
 def a_sharded_module_is_a_function_of_its_parameters(rank: int, size: int) -> None:
     """Derivatives are those of one process; ranks with parts of a batch average their gradients."""
     torch.manual_seed(0)
@@ -247,7 +242,7 @@ def a_sharded_module_is_a_function_of_its_parameters(rank: int, size: int) -> No
     assert all(p.grad is not None for p in sharded.parameters())
 
 
-@check
+@CHECKS.check
 def a_sharded_module_with_a_policy_is_not(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -370,11 +365,4 @@ CHECKS["Jacobians of DTensors"] = jacobians_of_dtensors
 CHECKS["distribute_tensor inside of a derivative"] = distribution_inside
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
+test_on_two_ranks = CHECKS.tests()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Check, Checks
 from tsfunc import P, VirtualMesh, shard_map
 
 close = torch.testing.assert_close
@@ -98,14 +97,7 @@ def same_as_vmap(body: Callable[[Tensor], Any]) -> Check:
     return run
 
 
-CHECKS = {name: same_as_vmap(body) for name, body in BODIES.items()}
+CHECKS = Checks((name, same_as_vmap(body)) for name, body in BODIES.items())
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
+test_on_two_ranks = CHECKS.tests()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Check, Checks
 from tsfunc import P, shard_map
 from tsfunc.bridge.mesh.meshes import registered_mesh
 from tsfunc.errors import MeshError, RanksDisagree
@@ -254,7 +254,7 @@ def a_destroyed_group(rank: int, size: int) -> None:
         mesh.group("mine")
 
 
-CHECKS: dict[str, Check] = {name: refused(*case) for name, case in BODIES.items()}
+CHECKS = Checks((name, refused(*case)) for name, case in BODIES.items())
 CHECKS["an error on all ranks"] = equal_errors
 CHECKS["other programs"] = other_programs
 CHECKS["a rank that recovers"] = a_rank_that_recovers
@@ -268,16 +268,6 @@ CHECKS["waiting for a trace"] = waiting_for_a_trace
 CHECKS["waiting in a program"] = waiting_in_a_program
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
-
-
 def summed(rank: int, size: int) -> float:
     x = torch.tensor(float(rank), dtype=torch.float64)
     dist.all_reduce(x)
@@ -288,3 +278,6 @@ def test_spawn_starts_new_processes_after_a_rank_has_left_a_collective() -> None
     """The group still has parts of that collective, which would disturb the next one."""
     spawn(waiting_in_a_program, 2)
     assert spawn(summed, 2) == [1.0, 1.0]
+
+
+test_on_two_ranks = CHECKS.tests()

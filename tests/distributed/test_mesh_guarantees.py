@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tsfunc
-from tests.distributed.checks import Check, failures, mesh_of
+from tests.distributed.checks import Check, Checks, mesh_of
 from tsfunc import P, VirtualMesh, shard_map
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import split_check
@@ -150,18 +150,13 @@ def accepted(f: Body, check: str) -> Check:
     return run
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS = Checks()
 CHECKS.update((f"refused: {name}", refused(f)) for name, f in BROKEN.items())
 CHECKS.update((f"proved: {name}", accepted(f, "unchecked")) for name, f in KEPT.items())
 CHECKS.update((f"compared: {name}", accepted(f, "values")) for name, f in UNKNOWN.items())
 
 
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
-
-
-@check
+@CHECKS.check
 def guarantees_of_a_body_in_a_loop(rank: int, size: int) -> None:
     """The analysis follows a loop around shard_map, as in a training script."""
     mesh, x = mesh_of(("i",), (size,)), torch.arange(4.0)
@@ -180,7 +175,7 @@ def guarantees_of_a_body_in_a_loop(rank: int, size: int) -> None:
         tsfunc.specialize(trained(bad, mesh))(x)
 
 
-@check
+@CHECKS.check
 def loops_over_equal_values_are_equal(rank: int, size: int) -> None:
     """A sum after a loop over equal values needs no collective."""
 
@@ -194,7 +189,7 @@ def loops_over_equal_values_are_equal(rank: int, size: int) -> None:
     assert use.times == 2  # the sums of the loop's steps
 
 
-@check
+@CHECKS.check
 def pullbacks_of_gathered_values_are_parts(rank: int, size: int) -> None:
     """In a loop's pullback each rank has its part of the cotangent; sums of parts are parts."""
 
@@ -215,11 +210,4 @@ def pullbacks_of_gathered_values_are_parts(rank: int, size: int) -> None:
     close(tsfunc.specialize(shard_map(body, mesh_of(("i",), (size,)), P(), specs))(w), want)
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
+test_on_two_ranks = CHECKS.tests()

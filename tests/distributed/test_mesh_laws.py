@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Check, Checks, failures, on_two_ranks
 from tsfunc import P, VirtualMesh, shard_map
 from tsfunc.bridge.mesh.levels import mesh_levels
 from tsfunc.testing import check_shard_map
@@ -163,15 +163,10 @@ for _collective in COLLECTIVES:
             CHECKS[f"{_collective}: {_form}"] = law(_collective, _form)
 
 # Further laws, outside of the matrix.
-MORE: dict[str, Check] = {}
+MORE = Checks()
 
 
-def more(function: Check) -> Check:
-    MORE[function.__name__] = function
-    return function
-
-
-@more
+@MORE.check
 def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     around = [(k, (k + 1) % size) for k in range(size)]
@@ -192,7 +187,7 @@ def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -
         assert torch.equal(got, shard_map(f, VirtualMesh(i=size), P("i"), P("i"))(x))
 
 
-@more
+@MORE.check
 def axes_of_size_one_are_the_function(rank: int, size: int) -> None:
     mesh = {"i": torch.distributed.new_group([rank], use_local_synchronization=True)}
     x = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64)
@@ -204,7 +199,7 @@ def axes_of_size_one_are_the_function(rank: int, size: int) -> None:
         close(tsfunc.hessian(scalar(mapped))(x), tsfunc.hessian(scalar(own))(x))
 
 
-@more
+@MORE.check
 def gradients_of_gathered_parameters_are_scattered_sums(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     w = torch.linspace(-1.0, 2.0, 2 * size, dtype=torch.float64)
@@ -224,7 +219,7 @@ def gradients_of_gathered_parameters_are_scattered_sums(rank: int, size: int) ->
     close(got, tsfunc.grad(lambda w: sum(loss(w, one) for one in x))(w))
 
 
-@more
+@MORE.check
 def axes_of_a_mesh_and_of_a_vmap_in_one_sum(rank: int, size: int) -> None:
     x = torch.linspace(-1.0, 2.0, 6 * size, dtype=torch.float64).view(2 * size, 3)
 
@@ -238,7 +233,7 @@ def axes_of_a_mesh_and_of_a_vmap_in_one_sum(rank: int, size: int) -> None:
     close(shard_map(body, VirtualMesh(i=size), P("i"), P("i"))(x), want)
 
 
-@more
+@MORE.check
 def the_law_for_users_finds_a_difference(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     x = torch.linspace(-1.0, 2.0, 2 * size)
@@ -256,19 +251,12 @@ def the_law_for_users_finds_a_difference(rank: int, size: int) -> None:
 QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 7 == 0} | MORE
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(QUICK)
-
-
-@pytest.mark.parametrize("name", list(QUICK))
-def test_law_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_laws(ranks: int) -> None:
     found = failures(CHECKS | MORE, ranks, timeout=900.0)
     bad = {name: texts for name, texts in found.items() if texts}
     assert not bad, "\n".join(f"{name}: {texts[0]}" for name, texts in bad.items())
+
+
+test_law_on_two_ranks = on_two_ranks(QUICK)

@@ -15,19 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Checks
 from tsfunc import P, VirtualMesh, shard_map
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.testing import simulated_rank, spawn
 
 close = torch.testing.assert_close
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
 
 
 def body(w: Tensor, x: Tensor) -> Tensor:
@@ -55,7 +50,7 @@ def text_of(rank: int, size: int, others: int) -> str:
     return str(gradient.program)
 
 
-@check
+@CHECKS.check
 def a_program_is_saved_and_loaded(rank: int, size: int) -> None:
     gradient = tsfunc.specialize(tsfunc.grad(loss_over(size)))
     want = gradient(*arguments())
@@ -66,7 +61,7 @@ def a_program_is_saved_and_loaded(rank: int, size: int) -> None:
     assert "'i=2'" in str(gradient.program)
 
 
-@check
+@CHECKS.check
 def a_backend_compiles_a_program(rank: int, size: int) -> None:
     loss = loss_over(size)
     compiled = tsfunc.specialize(tsfunc.grad(loss), backend="aot_eager")
@@ -86,7 +81,7 @@ def every_kind(w: Tensor, x: Tensor) -> Tensor:
     return tsfunc.psum(parts * signs, "i")
 
 
-@check
+@CHECKS.check
 def inductor_has_functional_collectives(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     loss = shard_map(every_kind, mesh, (P(), P("i")), P())
@@ -105,7 +100,7 @@ def inductor_has_functional_collectives(rank: int, size: int) -> None:
     assert "_c10d_functional.all_reduce.default" in names
 
 
-@check
+@CHECKS.check
 def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
 
@@ -127,7 +122,7 @@ def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
     }  # fmt: skip
 
 
-@check
+@CHECKS.check
 def captured_tensors_are_exchanged_by_name(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     own = torch.ones(2) + rank
@@ -139,7 +134,7 @@ def captured_tensors_are_exchanged_by_name(rank: int, size: int) -> None:
         assert "'sum', [], 'i', 'i=2;" in str(f.program)
 
 
-@check
+@CHECKS.check
 def dtensors_and_shards(rank: int, size: int) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -161,7 +156,7 @@ def dtensors_and_shards(rank: int, size: int) -> None:
         shard_map(double, mesh, *specs)(w, torch.ones(2 * size + 1, 3))
 
 
-@check
+@CHECKS.check
 def a_local_view_binds_axes(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     with tsfunc.mesh_axes(mesh):
@@ -175,7 +170,7 @@ def a_local_view_binds_axes(rank: int, size: int) -> None:
         tsfunc.psum(x, "i")
 
 
-@check
+@CHECKS.check
 def a_specialized_function_uses_axes_that_are_bound(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     other = {"i": dist.new_group([rank], use_local_synchronization=True)}
@@ -207,7 +202,7 @@ def a_specialized_function_uses_axes_that_are_bound(rank: int, size: int) -> Non
         close(loaded(x), step(x))
 
 
-@check
+@CHECKS.check
 def examples_are_spread_over_ranks(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     x = torch.arange(6.0)
@@ -236,16 +231,6 @@ def examples_are_spread_over_ranks(rank: int, size: int) -> None:
     torch.manual_seed(3)
     draw = shard_map(lambda x: x + torch.randn(3), mesh, P("i"), P("i"), randomness="split")
     assert torch.equal(draw(x), by_rank.flatten())
-
-
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
 
 
 def test_every_rank_has_the_same_program() -> None:
@@ -380,7 +365,7 @@ def test_random_numbers_on_four_ranks() -> None:
         assert torch.equal(found, whole)
 
 
-@check
+@CHECKS.check
 def modes_of_randomness(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     x = torch.zeros(size, 2)
@@ -418,3 +403,6 @@ def test_a_rank_is_simulated_outside_of_process_groups() -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+test_on_two_ranks = CHECKS.tests()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tsfunc
-from tests.distributed.checks import Check, failures, mesh_of
+from tests.distributed.checks import Check, Checks, failures, mesh_of, on_two_ranks
 from tsfunc import P, VirtualMesh, shard_map
 
 close = torch.testing.assert_close
@@ -112,19 +112,14 @@ def same_as_virtual(body: Body, captured: bool) -> Check:
     return run
 
 
-CHECKS: dict[str, Check] = {
-    f"{name}, {'captured' if captured else 'argument'}": same_as_virtual(body, captured)
+CHECKS = Checks(
+    (f"{name}, {'captured' if captured else 'argument'}", same_as_virtual(body, captured))
     for name, body in BODIES.items()
     for captured in (False, True)
-}
+)
 
 
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
-
-
-@check
+@CHECKS.check
 def derivatives_of_whole_tensors(rank: int, size: int) -> None:
     """Return the derivatives by torch.func, of a function of whole tensors."""
     x, w = torch.arange(2.0 * size).double(), torch.tensor(0.3).double()
@@ -148,7 +143,7 @@ def derivatives_of_whole_tensors(rank: int, size: int) -> None:
             close(got(w), wanted(w))
 
 
-@check
+@CHECKS.check
 def captured_modules(rank: int, size: int) -> None:
     """A module that a body captures gets the gradients of the whole batch."""
     torch.manual_seed(0)
@@ -171,16 +166,6 @@ QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 4 
 QUICK |= {each.__name__: each for each in (derivatives_of_whole_tensors, captured_modules)}
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(QUICK)
-
-
-@pytest.mark.parametrize("name", list(QUICK))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_checks_hold_on_every_rank(ranks: int) -> None:
@@ -198,3 +183,6 @@ def test_the_function_has_the_name_of_jax_too() -> None:
         options[name] = torch.sort
         close(shard_map(**options)(x), expected)
         del options[name]
+
+
+test_on_two_ranks = on_two_ranks(QUICK)

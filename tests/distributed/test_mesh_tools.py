@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import tsfunc
-from tests.distributed.checks import Check, failures
+from tests.distributed.checks import Checks
 from tsfunc.errors import MissingRuleError
 
-CHECKS: dict[str, Check] = {}
+CHECKS = Checks()
 close = torch.testing.assert_close
 
 
@@ -161,11 +161,4 @@ def _(case: Case) -> None:
         tsfunc.jvp(case.parallel(), (case.x,), (case.x,))
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[str]]:
-    return failures(CHECKS)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
-    assert not errors[name], "\n".join(errors[name])
+test_on_two_ranks = CHECKS.tests()
