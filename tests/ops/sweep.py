@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.batches import Batch, batch_of, choices_of, looped, mapped, written_inputs
 from tests.ops.database import Case, Results, Row
+from tests.ops.exceptions import exception_of
 from tsfunc.bridge.batch import fallback
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
@@ -341,3 +342,22 @@ def sweep(
             silent = loops_silently(mode, case, chosen)
             if silent:
                 yield Outcome(Verdict.LOOP, str(chosen), silent)
+
+
+RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
+
+
+def check_row(
+    sweep: Callable[[Row, torch.dtype, Mode, int], Iterator[Outcome]],
+    row: Row,
+    dtype: torch.dtype,
+    mode: Mode,
+    most: int,
+) -> None:
+    """Require that all outcomes of a sweep of a row are right, if the row is not an exception."""
+    if exception_of(row.name, str(dtype).removeprefix("torch."), mode.name) is not None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for outcome in sweep(row, dtype, mode, most):
+            assert outcome.verdict in RIGHT, (outcome.verdict.name, outcome.what, outcome.message)

@@ -6,37 +6,28 @@ tries more samples and dtypes, and writes ``docs/coverage.md``.
 
 from __future__ import annotations
 
+import functools
 import random
-import warnings
 
 import pytest
 import torch
 
 from tests.ops.database import FUNCTION, INPLACE, OUT, Row, rows
-from tests.ops.exceptions import EXCEPTIONS, exception_of
-from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep
+from tests.ops.exceptions import EXCEPTIONS
+from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, check_row, sweep
 from tools.coverage import PAGES, page, share
 from tools.sweeping import Result, Task, run_task
 
 # Methods and Python operators call the same ATen operators as the functions.
 CALLED = [row for row in rows() if row.variant in (FUNCTION, INPLACE, OUT)]
 FLOAT = [row for row in CALLED if torch.float32 in row.dtypes]
-RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
+is_right = functools.partial(check_row, sweep)
 
 
 def other_type(row: Row) -> torch.dtype | None:
     """Return another of the row's dtypes: the same one in each run."""
     others = sorted((d for d in row.dtypes if d is not torch.float32), key=str)
     return random.Random(row.name).choice(others) if others else None
-
-
-def is_right(row: Row, dtype: torch.dtype, mode: Mode, most: int) -> None:
-    if exception_of(row.name, str(dtype).removeprefix("torch."), mode.name) is not None:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for outcome in sweep(row, dtype, mode, most):
-            assert outcome.verdict in RIGHT, (outcome.verdict.name, outcome.what, outcome.message)
 
 
 @pytest.mark.parametrize("row", FLOAT[7::80], ids=lambda row: row.name)

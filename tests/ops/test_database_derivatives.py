@@ -6,7 +6,7 @@ samples of each row.
 
 from __future__ import annotations
 
-import warnings
+import functools
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from tests.ops.derivatives import (
     torch_pushed,
     torch_pushed_by_pulling,
 )
-from tests.ops.exceptions import exception_of
-from tests.ops.sweep import Mode, Verdict
+from tests.ops.sweep import Mode, check_row
 
 ROWS = [
     row
@@ -31,16 +30,7 @@ ROWS = [
     if row.variant in (FUNCTION, INPLACE) and torch.float64 in row.differentiable
 ]
 OTHERS = (torch.float32, torch.complex128, torch.complex64, torch.bfloat16)
-RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
-
-
-def is_right(row: Row, dtype: torch.dtype, mode: Mode, most: int) -> None:
-    if exception_of(row.name, str(dtype).removeprefix("torch."), mode.name) is not None:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for outcome in sweep(row, dtype, mode, most):
-            assert outcome.verdict in RIGHT, (outcome.verdict.name, outcome.what, outcome.message)
+is_right = functools.partial(check_row, sweep)
 
 
 @pytest.mark.parametrize("row", ROWS[11::90], ids=lambda row: row.name)

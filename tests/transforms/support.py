@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import optree
+import pytest
 import torch
 import torch.func
 
@@ -77,3 +79,17 @@ def loop(
 def stack(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     rank = parts[0].dim() + 1
     return torch.stack(list(parts), dim % rank)
+
+
+Mistake = tuple[Callable[[], Any], type[Exception], str]
+
+
+def messages_of_mistakes(mistakes: Sequence[Mistake]) -> Callable[..., None]:
+    """Return the test that each call raises its class of error, with its text in the message."""
+
+    @pytest.mark.parametrize(("call", "kind", "message"), mistakes, ids=range(len(mistakes)))
+    def test(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+        with pytest.raises(kind, match=re.escape(message)):
+            call()
+
+    return test

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tsfunc
-from tests.transforms.support import as_torch_func, same
+from tests.transforms.support import as_torch_func, messages_of_mistakes, same
 
 X = torch.arange(12.0).view(3, 4).sin()
 Y = X.cos()
@@ -148,12 +147,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
-def test_mistakes_in_calls_of_linearize_have_messages(
-    call: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
+test_mistakes_in_calls_of_linearize_have_messages = messages_of_mistakes(MESSAGES)
 
 
 def test_results_have_a_graph_only_where_somebody_outside_differentiates() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tsfunc
-from tests.transforms.support import same
+from tests.transforms.support import messages_of_mistakes, same
 from tsfunc import grad, jvp, specialize, vmap
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning, TsfuncError
 
@@ -168,8 +167,7 @@ def test_a_call_that_could_mean_either_is_refused() -> None:
     same(got, X * W)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
+test_mistakes_in_arguments_of_vmap_have_messages = messages_of_mistakes(
     [
         (
             lambda: vmap(many, {"a": 0, "rest": (0,)})(X, W, X, X),
@@ -214,13 +212,8 @@ def test_a_call_that_could_mean_either_is_refused() -> None:
             RuntimeError,
             "a dict as in_dims can't be served inside of a transform of torch.func",
         ),
-    ],
+    ]
 )
-def test_mistakes_in_arguments_of_vmap_have_messages(
-    call: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
 
 
 def test_names_compose() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.transforms.support import messages_of_mistakes
 from tsfunc import specialize, vmap
 from tsfunc.errors import DataDependentError
 
@@ -225,12 +225,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
-def test_mistakes_in_calls_of_vmap_have_messages(
-    call: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
+test_mistakes_in_calls_of_vmap_have_messages = messages_of_mistakes(MESSAGES)
 
 
 @torch.library.custom_op("tsfunc_tests::halved", mutates_args=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsfunc
+from tests.transforms.control.loops_of_examples import each_alone, in_place, inputs, slope, tangent
 from tsfunc import (
     MetaTensorType,
     cond,
@@ -28,15 +29,6 @@ from tsfunc.transforms.control import physical_batches
 W = torch.linspace(-0.5, 1, 3, dtype=torch.float64)
 
 
-def _inputs(counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.linspace(-1, 1, 3 * len(counts), dtype=torch.float64).reshape(len(counts), 3)
-    return x, torch.tensor(counts)
-
-
-def _every(f: Any, *columns: torch.Tensor) -> torch.Tensor:
-    return torch.stack([f(*row) for row in zip(*columns, strict=True)])
-
-
 def _counted(x: torch.Tensor, n: torch.Tensor) -> Any:
     return fori_loop(0, n, lambda i, y: (y * x + W).sin() + i, x)
 
@@ -49,16 +41,6 @@ def _until(x: torch.Tensor, n: torch.Tensor) -> Any:
         return i + 1, (torch.stack([*parts, y]).sum(0) * W).tanh() + i * parts[0]
 
     return while_loop(lambda carry: carry[0] < n, step, (0, x))[1]
-
-
-def _in_place(x: torch.Tensor, n: torch.Tensor) -> Any:
-    def step(i: Any, y: Any) -> Any:
-        y = y.clone()
-        y[0] = x[1] * i
-        y.mul_(1.5).add_(x)
-        return y
-
-    return fori_loop(0, n, step, x)
 
 
 def _chosen(x: torch.Tensor, n: torch.Tensor) -> Any:
@@ -97,7 +79,7 @@ def _pushing(x: torch.Tensor, n: torch.Tensor) -> Any:
 
 
 LONGER = pytest.param(_nested, marks=pytest.mark.slow)
-BODIES = [_counted, _until, _in_place, _chosen, LONGER, _batched_by_the_body]
+BODIES = [_counted, _until, in_place, _chosen, LONGER, _batched_by_the_body]
 BODIES += [_differentiating, _pushing]
 EACH = pytest.mark.parametrize("f", BODIES)
 COUNTS = [[3, 0, 5, 1, 3], [4], [0, 0]]
@@ -106,38 +88,32 @@ COUNTS = [[3, 0, 5, 1, 3], [4], [0, 0]]
 @EACH
 @pytest.mark.parametrize("counts", COUNTS)
 def test_a_program_of_a_batch_is_each_ones_function(f: Any, counts: list[int]) -> None:
-    x, n = _inputs(counts)
-    expected = _every(f, x, n)
+    x, n = inputs(counts)
+    expected = each_alone(f, x, n)
     torch.testing.assert_close(specialize(vmap(f))(x, n), expected)
     torch.testing.assert_close(vmap(specialize(f))(x, n), expected)
 
 
 @EACH
 def test_its_derivatives_are_each_ones(f: Any) -> None:
-    x, n = _inputs([3, 0, 5, 1, 3])
-
-    def slope(x: torch.Tensor, n: torch.Tensor) -> Any:
-        return grad(lambda x: f(x, n).square().sum())(x)
-
-    def pushed(x: torch.Tensor, n: torch.Tensor) -> Any:
-        return jvp(lambda x: f(x, n), (x,), (x.cos(),))[1]
+    x, n = inputs([3, 0, 5, 1, 3])
 
     of_all = grad(lambda x, n: vmap(f)(x, n).square().sum())
-    expected = _every(slope, x, n)
-    torch.testing.assert_close(specialize(vmap(slope))(x, n), expected)
+    expected = each_alone(slope(f), x, n)
+    torch.testing.assert_close(specialize(vmap(slope(f)))(x, n), expected)
     torch.testing.assert_close(specialize(of_all)(x, n), expected)
     program = specialize(vmap(f))
     leaf = x.clone().requires_grad_()
     (found,) = torch.autograd.grad(program(leaf, n).square().sum(), leaf)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(specialize(vmap(pushed))(x, n), _every(pushed, x, n))
+    torch.testing.assert_close(specialize(vmap(tangent(f)))(x, n), each_alone(tangent(f), x, n))
 
 
 @EACH
 def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
-    x, _ = _inputs([0, 0, 0, 0])
+    x, _ = inputs([0, 0, 0, 0])
     n = torch.tensor([4, 0, 1])
-    expected = torch.stack([_every(f, x, torch.full((4,), int(k))) for k in n])
+    expected = torch.stack([each_alone(f, x, torch.full((4,), int(k))) for k in n])
     by_rows = vmap(lambda k, x: vmap(lambda row: f(row, k))(x), in_dims=(0, None))
     torch.testing.assert_close(specialize(by_rows)(n, x), expected)
     by_columns = vmap(lambda row, n: vmap(lambda k: f(row, k))(n), (0, None), 1)
@@ -147,11 +123,11 @@ def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
     spread = vmap(lambda k, x, n: vmap(lambda row, m: f(row[:, 0], k + 0 * m))(x, n), (0, None, 0))
     many = torch.zeros(3, 4, dtype=torch.int64)
     strided = wide[:, :, 0]
-    expected = torch.stack([_every(f, strided, torch.full((4,), int(k))) for k in n])
+    expected = torch.stack([each_alone(f, strided, torch.full((4,), int(k))) for k in n])
     torch.testing.assert_close(specialize(spread)(n, wide, many), expected)
     both = vmap(vmap(f))
     each = torch.stack([x, x + 0.5]), torch.tensor([[0, 3, 1, 2], [2, 2, 5, 0]])
-    found = torch.stack([_every(f, *rows) for rows in zip(*each, strict=True)])
+    found = torch.stack([each_alone(f, *rows) for rows in zip(*each, strict=True)])
     torch.testing.assert_close(specialize(both)(*each), found)
     torch.testing.assert_close(vmap(specialize(vmap(f)))(*each), found)
 
@@ -161,8 +137,8 @@ def test_sizes_may_have_names(f: Any) -> None:
     types = [MetaTensorType(["b", "d"], dtype=torch.float64), MetaTensorType(["b"])]
     program = specialize(vmap(lambda x, n: f(x[:3], n)), dict(zip(("x", "n"), types, strict=True)))
     for counts in ([3, 0, 5, 1, 3], [0, 0], [1, 4, 2]):
-        x, n = _inputs(counts)
-        torch.testing.assert_close(program(torch.cat([x, x], 1), n), _every(f, x, n))
+        x, n = inputs(counts)
+        torch.testing.assert_close(program(torch.cat([x, x], 1), n), each_alone(f, x, n))
     assert program.cache_info().misses == 1
 
 
@@ -197,18 +173,18 @@ def test_only_those_that_need_a_step_make_it() -> None:
 @pytest.mark.parametrize("f", [_until, _chosen])
 def test_tracers_run_bodies_that_no_program_can(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(physical_batches.PhysicalBatch, "vmapped", lambda self, *_: None)
-    x, n = _inputs([3, 0, 5, 1, 3])
-    torch.testing.assert_close(specialize(vmap(f))(x, n), _every(f, x, n))
-    torch.testing.assert_close(vmap(specialize(f))(x, n), _every(f, x, n))
+    x, n = inputs([3, 0, 5, 1, 3])
+    torch.testing.assert_close(specialize(vmap(f))(x, n), each_alone(f, x, n))
+    torch.testing.assert_close(vmap(specialize(f))(x, n), each_alone(f, x, n))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # from torch's first jvp
 def test_torchs_own_forward_mode_goes_through_it() -> None:
-    x, n = _inputs([3, 0, 5, 1, 3])
+    x, n = inputs([3, 0, 5, 1, 3])
     program = specialize(vmap(_until))
     program(x, n)
     found = torch.func.jvp(lambda x: program(x, n), (x,), (x.cos(),))[1]
-    expected = _every(lambda x, n: jvp(lambda x: _until(x, n), (x,), (x.cos(),))[1], x, n)
+    expected = each_alone(lambda x, n: jvp(lambda x: _until(x, n), (x,), (x.cos(),))[1], x, n)
     torch.testing.assert_close(found, expected)
 
 
@@ -239,7 +215,7 @@ def test_a_body_may_exchange_values_or_draw() -> None:
     def exchanged(x: torch.Tensor, n: torch.Tensor) -> Any:
         return fori_loop(0, n, lambda i, y: y + pmean(x, "i"), x)
 
-    x, n = _inputs([2, 0, 3])
+    x, n = inputs([2, 0, 3])
     program = specialize(vmap(drawn, randomness="different"))
     torch.testing.assert_close(program(x, n), x + n[:, None])
     torch.testing.assert_close(
@@ -263,19 +239,19 @@ def test_an_example_writes_into_its_own_part_of_a_tensor() -> None:
 
 @EACH
 def test_files_keep_it(f: Any, tmp_path: Path) -> None:
-    x, n = _inputs([3, 0, 5, 1, 3])
+    x, n = inputs([3, 0, 5, 1, 3])
     program = specialize(vmap(f))
     expected = program(x, n)
     program.save(tmp_path / "f.tsf")
     torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(x, n), expected)
 
 
-@pytest.mark.parametrize("f", [_until, _chosen, LONGER, _in_place])
+@pytest.mark.parametrize("f", [_until, _chosen, LONGER, in_place])
 def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
     """torch's operators are for one choice: NOTE [unreadable choices] in ``cond``."""
     program = specialize(vmap(f))
-    expected = program(*_inputs([3, 0, 2, 1, 3]))
-    found = program.graph_module(*_inputs([3, 0, 2, 1, 3]))
+    expected = program(*inputs([3, 0, 2, 1, 3]))
+    found = program.graph_module(*inputs([3, 0, 2, 1, 3]))
     torch.testing.assert_close(found[0], expected)
 
 
@@ -290,9 +266,9 @@ def test_torch_has_the_whole_batch_of_two_vmaps(f: Callable[..., Any]) -> None:
     program = specialize(both, sizes)
     for counts in ([[3, 0, 1], [2, 2, 5]], [[1, 1], [4, 4], [0, 0], [2, 2]]):
         n = torch.tensor(counts)
-        x, _ = _inputs(counts[0] + counts[1])
+        x, _ = inputs(counts[0] + counts[1])
         x = x[: len(counts)]
-        expected = _every(lambda x, row: torch.stack([f(x, k) for k in row]), x, n)
+        expected = each_alone(lambda x, row: torch.stack([f(x, k) for k in row]), x, n)
         torch.testing.assert_close(program(x, n), expected)
         torch.testing.assert_close(program.graph_module(x, n)[0], expected)
     assert program.cache_info().programs == 1

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.transforms.control.loops_of_examples import each_alone, in_place, inputs, slope, tangent
 from tsfunc import (
     checkpoint,
     cond,
@@ -35,15 +36,6 @@ from tsfunc.errors import DataDependentError
 COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
-def _inputs(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.linspace(-1, 1, 3 * len(counts), dtype=torch.float64).reshape(len(counts), 3)
-    return x, torch.tensor(counts)
-
-
-def _every(f: Any, *columns: torch.Tensor) -> torch.Tensor:
-    return torch.stack([f(*row) for row in zip(*columns, strict=True)])
-
-
 def _closing_over(x: torch.Tensor, n: torch.Tensor) -> Any:
     parts = [x * 2, x.sin()]  # captured in a list: of all examples
 
@@ -52,16 +44,6 @@ def _closing_over(x: torch.Tensor, n: torch.Tensor) -> Any:
         return i + 1, (torch.stack([*parts, y]).sum(0) * x).tanh() + i * parts[0]
 
     return while_loop(lambda carry: carry[0] < n, step, (torch.tensor(0), x))[1]
-
-
-def _in_place(x: torch.Tensor, n: torch.Tensor) -> Any:
-    def step(i: Any, y: Any) -> Any:
-        y = y.clone()
-        y[0] = x[1] * i
-        y.mul_(1.5).add_(x)
-        return y
-
-    return fori_loop(0, n, step, x)
 
 
 def _loop_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
@@ -80,8 +62,8 @@ def _branch_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
 
 def _derivative_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
     def step(i: Any, y: Any) -> Any:
-        slope = grad(lambda z: (z * z * x).sum())(y)
-        return slope * 0.5 + jvp(torch.sin, (y,), (x,))[1]
+        inner = grad(lambda z: (z * z * x).sum())(y)
+        return inner * 0.5 + jvp(torch.sin, (y,), (x,))[1]
 
     return fori_loop(0, n, step, x)
 
@@ -118,7 +100,7 @@ def _vmap_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
 
 
 BODIES = [
-    _closing_over, _in_place, _loop_in_loop, _branch_in_loop, _derivative_in_loop,
+    _closing_over, in_place, _loop_in_loop, _branch_in_loop, _derivative_in_loop,
     _pullback_in_loop, _custom_in_loop, _checkpoint_in_loop, _vmap_in_loop,
 ]  # fmt: skip
 
@@ -127,41 +109,35 @@ BODIES = [
 @given(COUNTS)
 @settings(max_examples=8)
 def test_a_loop_on_fewer_and_fewer_examples_is_each_ones_loop(f: Any, counts: list[int]) -> None:
-    x, n = _inputs(counts)
-    torch.testing.assert_close(vmap(f)(x, n), _every(f, x, n))
+    x, n = inputs(counts)
+    torch.testing.assert_close(vmap(f)(x, n), each_alone(f, x, n))
 
 
 @pytest.mark.parametrize("f", BODIES)
 def test_its_gradients_are_each_ones(f: Any) -> None:
-    x, n = _inputs([3, 0, 5, 1, 3])
+    x, n = inputs([3, 0, 5, 1, 3])
 
-    def slope(x: torch.Tensor, n: torch.Tensor) -> Any:
-        return grad(lambda x: f(x, n).square().sum())(x)
-
-    expected = _every(slope, x, n)
-    torch.testing.assert_close(vmap(slope)(x, n), expected)
+    expected = each_alone(slope(f), x, n)
+    torch.testing.assert_close(vmap(slope(f))(x, n), expected)
     outside = grad(lambda x: vmap(f)(x, n).square().sum())(x)
     torch.testing.assert_close(outside, expected)
 
 
 @pytest.mark.parametrize("f", BODIES)
 def test_its_tangents_are_each_ones(f: Any) -> None:
-    x, n = _inputs([3, 0, 5, 1, 3])
+    x, n = inputs([3, 0, 5, 1, 3])
 
-    def pushed(x: torch.Tensor, n: torch.Tensor) -> Any:
-        return jvp(lambda x: f(x, n), (x,), (x.cos(),))[1]
-
-    expected = _every(pushed, x, n)
-    torch.testing.assert_close(vmap(pushed)(x, n), expected)
+    expected = each_alone(tangent(f), x, n)
+    torch.testing.assert_close(vmap(tangent(f))(x, n), expected)
     outside = jvp(lambda x: vmap(f)(x, n), (x,), (x.cos(),))[1]
     torch.testing.assert_close(outside, expected)
 
 
 @pytest.mark.parametrize("f", BODIES)
 def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
-    x, _ = _inputs([0, 0, 0, 0])
+    x, _ = inputs([0, 0, 0, 0])
     n = torch.tensor([4, 0, 1])
-    expected = torch.stack([_every(f, x, torch.full((4,), int(k))) for k in n])
+    expected = torch.stack([each_alone(f, x, torch.full((4,), int(k))) for k in n])
     by_rows = vmap(lambda k: vmap(lambda row: f(row, k))(x))(n)
     torch.testing.assert_close(by_rows, expected)
     by_columns = vmap(lambda row: vmap(lambda k: f(row, k))(n), out_dims=1)(x)
@@ -175,9 +151,9 @@ def test_a_choice_in_a_loop_may_differ_at_both_of_two_vmaps() -> None:
 
         return fori_loop(0, n, step, x)
 
-    x, _ = _inputs([0, 0, 0, 0])
+    x, _ = inputs([0, 0, 0, 0])
     rows, n = torch.stack([x, x + 0.5]), torch.tensor([[0, 3, 1, 2], [2, 2, 5, 0]])
-    expected = torch.stack([_every(f, *row) for row in zip(rows, n, strict=True)])
+    expected = torch.stack([each_alone(f, *row) for row in zip(rows, n, strict=True)])
     torch.testing.assert_close(vmap(vmap(f))(rows, n), expected)
 
 
@@ -193,7 +169,7 @@ def test_a_tensor_from_an_earlier_step_is_narrowed_to_the_active_examples() -> N
         return while_loop(lambda c: c < n, step, n * 0)
 
     n = torch.tensor([1, 20, 3, 0, 20, 100])
-    torch.testing.assert_close(vmap(f)(n), _every(f, n))
+    torch.testing.assert_close(vmap(f)(n), each_alone(f, n))
 
 
 def test_the_last_example_draws_as_one_of_a_batch() -> None:
