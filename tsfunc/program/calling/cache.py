@@ -25,13 +25,14 @@ from tsfunc.program.closure.guard_builder import Closure, is_container, is_watch
 from tsfunc.program.closure.guard_codegen import (
     Build,
     Enter,
+    Guard,
     GuardFunction,
     flatten_lines,
     key_orders,
     unflatten_function,
 )
 from tsfunc.program.closure.refused_values import differences
-from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
@@ -279,17 +280,22 @@ class CachedProgram:
         call_spec: CallSpec,
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
+        key: Any = None,
+        guards: Sequence[Guard] | None = None,
     ) -> CachedProgram:
-        """Return a program for calls, with a guard that is generated from their description."""
-        reads = program.closure_guards or ClosureGuards()
-        lines, scope = guard_lines(call_spec.guards(), call_spec.named_dims, len(call_spec.leaves))
+        """Return a program for calls, with a guard that is generated from their description.
+
+        Args:
+            guards: the guards on the arguments, if a call is at hand: with classes of tensors.
+        """
+        reads, settings = program.closure_guards or ClosureGuards(), call_spec.settings
+        lines, scope = call_spec.guard_lines(guards)
         opening = flatten_lines(call_spec.tree, scope, call_spec.keyword_order)
         return cls(
-            program, call_spec.tree, reads.function(call_spec.settings, lines, scope),
-            reads.function(call_spec.settings), reason, None, call_spec,
-            None
-            if opening is None
-            else reads.entry_code(call_spec.settings, opening, lines, scope),
+            program, call_spec.tree,
+            reads.function(settings, lines, scope, lazy=opening is not None),
+            reads.function(settings, lazy=True), reason, key, call_spec,
+            None if opening is None else reads.entry_code(settings, opening, lines, scope),
             refuses,
         )  # fmt: skip
 
@@ -309,13 +315,13 @@ class CachedProgram:
             program does not serve such arguments, or if none of the values has a name.
         """
         spec, reads = self.call_spec, self.program.closure_guards
-        lines, scope = guard_lines(spec.guards(), spec.named_dims, len(spec.leaves))
+        lines, scope = spec.guard_lines()
         if reads is None or ClosureGuards().function(spec.settings, lines, scope)(flat) is None:
             return None
         return differences(reads, spec.settings, flat)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Return the same as ``given``, for arguments in any pytree containers."""
+        """Return the same as ``guard_of_call``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )

@@ -33,7 +33,6 @@ from tsfunc.program.closure.guard_codegen import (
     Guards,
     SettingsAre,
     Source,
-    flatten_lines,
     key_orders,
 )
 from tsfunc.program.closure.instances import Instances
@@ -46,7 +45,6 @@ from tsfunc.program.guarding.call_spec import (
     arguments_text,
     call_spec_of,
     facts_of_call,
-    guard_lines,
     guards_on_arguments,
     path_expression,
 )
@@ -384,20 +382,11 @@ class CacheMiss:
             compared = self._compares or self._has_unknown_numbers(assumptions)
             run = self._compiled(program, values, not compared, assumptions, numbers)
         program = dataclasses.replace(program, run=run)
-        lines, scope = guard_lines(guards, named_dims, len(self.flat))
-        opening = flatten_lines(self.tree, scope, self.target.sees_keywords)
-        entry = CachedProgram(
-            program,
-            self.tree,
-            reads.function(self.settings, lines, scope, lazy=opening is not None),
-            reads.function(self.settings, lazy=True),
-            self._reason(assumptions),
-            key,
-            call_spec,
-            None if opening is None else reads.entry_code(self.settings, opening, lines, scope),
-            self.target.refusal_test(self.contract),
-            time.perf_counter() - start,
-        )
+        entry = CachedProgram.of_call_spec(
+            program, call_spec, self._reason(assumptions),
+            self.target.refusal_test(self.contract), key, guards,
+        )  # fmt: skip
+        entry.seconds = time.perf_counter() - start
         if any(not number.undescribed for number in numbers) and call_spec.failing_guards(
             self.flat, self.sizes
         ):

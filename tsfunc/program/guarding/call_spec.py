@@ -44,6 +44,8 @@ from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ConditionHolds, Tr
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.values import PathTexts
 
+GuardLines = tuple[list[str], dict[str, Any]]
+
 
 @dataclass(frozen=True, eq=False)
 class CallSpec:
@@ -85,6 +87,11 @@ class CallSpec:
             given = guards_on_arguments(self.leaves, self.inputs, self.numbers)
         dims = map(DimIs, self.named_dims.values())
         return (*given, *dims, SizesAre(self.inputs), *self.trace_guards)
+
+    def guard_lines(self, guards: Sequence[Guard] | None = None) -> GuardLines:
+        """Return the lines of the guards on the arguments; None takes those of this description."""
+        guards = self.guards() if guards is None else guards
+        return guard_lines(guards, self.named_dims, len(self.leaves))
 
     @property
     def conditions(self) -> list[Condition]:
@@ -265,9 +272,7 @@ def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
     return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
 
 
-def guard_lines(
-    guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: int
-) -> tuple[list[str], dict[str, Any]]:
+def guard_lines(guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: int) -> GuardLines:
     """Return lines that return None if a guard fails, and the objects that they refer to by name.
 
     Args:
