@@ -1,11 +1,12 @@
-"""The implementation of each kind of exchange: calls of a process group on plain tensors."""
+"""The kinds of exchange, and their implementation by calls of a process group on plain tensors."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -39,27 +40,12 @@ def exchange_over(
         withdraw_report(mesh)
     if check and check != "unchecked":
         _agree(check, x, kind, ints, mesh, axis)
-    recorder = tls.state.recorder
-    if recorder is not None and kind in COLLECTIVES:
-        recorder.record_collective(axis, COLLECTIVES[kind], x.numel() * x.element_size())
+    recorder, described = tls.state.recorder, EXCHANGES[kind]
+    if recorder is not None and described.collective is not None:
+        recorder.record_collective(axis, described.collective, x.numel() * x.element_size())
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    return _KINDS[kind](x, ints, mesh, axis)
-
-
-# The kinds that communicate, with the collective of each; the other kinds are local to a rank.
-COLLECTIVES = {
-    "sum": "psum",
-    "total": "psum",
-    "gather": "all_gather",
-    "tile": "all_gather",
-    "scatter": "psum_scatter",
-    "all_to_all": "all_to_all",
-    "permute": "ppermute",
-}
-
-# The kinds whose argument must be equal on all ranks, by the caller's guarantee.
-_GUARANTEED_EQUAL = frozenset({"slice", "enter", "leave", "share", "join"})
+    return described.run(x, ints, mesh, axis)
 
 
 def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
@@ -71,19 +57,16 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
     if check.startswith("program:"):
         if (axis, check) not in mesh.agreed:
             agree_on_program(axis, f"{mesh.text};{check}", _call(x, kind, ints))
-    elif check == "values" and kind in _GUARANTEED_EQUAL:
+    elif check == "values" and EXCHANGES[kind].guaranteed is not None:
         digest = _checksum(x.resolve_conj().resolve_neg())
-        where = (
-            "a result whose spec"
-            if kind in ("leave", "share", "join")
-            else "an argument whose spec"
-        )
+        of_result = EXCHANGES[kind].guaranteed == "result"
+        where = "a result whose spec" if of_result else "an argument whose spec"
         await_agreement(
             mesh,
             axis,
             f"{where} guarantees equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
-    elif check != "unchecked" and kind in COLLECTIVES:
+    elif check != "unchecked" and EXCHANGES[kind].collective is not None:
         await_agreement(
             mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}"
         )
@@ -121,7 +104,7 @@ def _checksum(x: Tensor) -> int:
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a result: sums of integers are int64, as in ``torch.sum``."""
-    if kind in ("sum", "total", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
+    if EXCHANGES[kind].sums and not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return dtype
 
@@ -241,17 +224,86 @@ def _share(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     return shared.contiguous()
 
 
-_KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
-    "sum": _sum,
-    "total": _sum,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "slice": _slice,
-    "tile": _tile,
-    "enter": _copy,
-    "leave": _copy,
-    "join": _copy,
-    "share": _share,
+# --- the kinds of exchange
+
+
+def _same_shape(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return shape
+
+
+def _with_dim(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return [*shape[: ints[0]], size, *shape[ints[0] :]]
+
+
+def _without_dim(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return [*shape[: ints[0]], *shape[ints[0] + 1 :]]
+
+
+def _dim_moved(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return _with_dim(_without_dim(shape, ints, size), ints[1:], size)
+
+
+def _dim_divided(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return [n // size if dim == ints[0] else n for dim, n in enumerate(shape)]
+
+
+def _dim_multiplied(shape: list[Any], ints: Sequence[int], size: int) -> list[Any]:
+    return [n * size if dim == ints[0] else n for dim, n in enumerate(shape)]
+
+
+def _reversed(ints: list[int]) -> list[int]:
+    return ints[::-1]
+
+
+def _halves_swapped(ints: list[int]) -> list[int]:
+    half = len(ints) // 2
+    return ints[half:] + ints[:half]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A kind of exchange: NOTE [exchanges] in ``mesh_operators``.
+
+    Attributes:
+        run: computes it on a plain tensor, its ints, the mesh and the axis.
+        transpose: the kind of the transpose.
+        shape: the shape of the result, from that of the argument, the ints and the ranks' count.
+        transposed_ints: the ints of the transpose.
+        collective: the collective that it needs; None if it is local to a rank.
+        sums: True if it adds up values: sums of integers are int64, as in ``torch.sum``.
+        guaranteed: the value of a call of ``shard_map`` that must be equal on all ranks, by the
+            caller's guarantee.
+        makes: "equal" if all ranks have the same result, "parts" if each has a result of its own;
+            None if the argument decides.
+    """
+
+    run: Callable[[Any, Sequence[int], Mesh, str], Tensor]
+    transpose: str
+    shape: Callable[[list[Any], Sequence[int], int], list[Any]] = _same_shape
+    transposed_ints: Callable[[list[int]], list[int]] = list
+    collective: str | None = None
+    sums: bool = False
+    guaranteed: Literal["argument", "result"] | None = None
+    makes: Literal["equal", "parts"] | None = None
+
+
+EXCHANGES: Final = {
+    "sum": Exchange(_sum, "sum", collective="psum", sums=True, makes="equal"),
+    "gather": Exchange(_gather, "scatter", _with_dim, collective="all_gather", makes="equal"),
+    "scatter": Exchange(
+        _scatter, "gather", _without_dim, collective="psum_scatter", sums=True, makes="parts"
+    ),
+    "all_to_all": Exchange(
+        _all_to_all, "all_to_all", _dim_moved, _reversed, collective="all_to_all", makes="parts"
+    ),
+    "permute": Exchange(
+        _permute, "permute", transposed_ints=_halves_swapped, collective="ppermute", makes="parts"
+    ),
+    "slice": Exchange(_slice, "tile", _dim_divided, guaranteed="argument", makes="parts"),
+    "tile": Exchange(_tile, "slice", _dim_multiplied, collective="all_gather"),
+    "enter": Exchange(_copy, "total", guaranteed="argument", makes="equal"),
+    "total": Exchange(_sum, "enter", collective="psum", sums=True),
+    "leave": Exchange(_copy, "share", guaranteed="result"),
+    "share": Exchange(_share, "join", guaranteed="result"),
+    "join": Exchange(_copy, "share", guaranteed="result"),
 }

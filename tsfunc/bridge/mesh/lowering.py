@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.exchanges import own_copy, permuted_counts, result_dtype
+from tsfunc.bridge.mesh.exchanges import EXCHANGES, own_copy, permuted_counts, result_dtype
 from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP
 from tsfunc.bridge.mesh.meshes import mesh_named, split_check
 
@@ -25,7 +25,7 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
     known = mesh_named(text)
     group, size, me = known.group(axis).group_name, known.sizes[axis], known.index(axis)
     reals = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    if kind in ("sum", "total", "scatter"):
+    if EXCHANGES[kind].sums:
         reals = reals.to(result_dtype(kind, reals.dtype))
     elif reals.dtype is torch.bool:
         reals = reals.to(torch.uint8)

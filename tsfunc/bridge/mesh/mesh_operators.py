@@ -5,7 +5,8 @@ NOTE [exchanges]
 values. Transforms see exchanges only as this operator: its transpose is a map again, its tangent is
 the same map, vmap shifts its dims by one (``ops/collectives``), and a program has it as a node. The
 node is the same on every rank: no argument depends on the rank, so a permutation is passed as a
-whole, and a rank's index is an operator instead of a constant. The kinds, each with its transpose:
+whole, and a rank's index is an operator instead of a constant. The kinds, each with its transpose
+(``EXCHANGES`` in ``exchanges`` has all facts of each):
 
 ========== ======= ==================================================================
 sum                the sum over the ranks                              (sum)
@@ -45,7 +46,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.mesh.exchanges import exchange, result_dtype, transposing
+from tsfunc.bridge.mesh.exchanges import EXCHANGES, exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -80,19 +81,7 @@ _library.impl("index", _run_index, "CompositeExplicitAutograd")
 
 
 def _fake(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
-    size = sizes_of(mesh)[axis]
-    shape: list[Any] = list(x.shape)
-    if kind == "gather":
-        shape.insert(ints[0], size)
-    elif kind == "scatter":
-        del shape[ints[0]]
-    elif kind == "all_to_all":
-        del shape[ints[0]]
-        shape.insert(ints[1], size)
-    elif kind == "slice":
-        shape[ints[0]] = shape[ints[0]] // size
-    elif kind == "tile":
-        shape[ints[0]] = shape[ints[0]] * size
+    shape = EXCHANGES[kind].shape(list(x.shape), ints, sizes_of(mesh)[axis])
     return x.new_empty(shape, dtype=result_dtype(kind, x.dtype))
 
 
@@ -103,30 +92,9 @@ def _fake_index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
 torch.library.register_fake("tsfunc_mesh::map", _fake, lib=_library)
 torch.library.register_fake("tsfunc_mesh::index", _fake_index, lib=_library)
 
-_TRANSPOSED = {
-    "sum": "sum",
-    "gather": "scatter",
-    "scatter": "gather",
-    "all_to_all": "all_to_all",
-    "permute": "permute",
-    "slice": "tile",
-    "tile": "slice",
-    "enter": "total",
-    "total": "enter",
-    "leave": "share",
-    "share": "join",
-    "join": "share",
-}
-
 
 def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
-    ints = list(ints)
-    if kind == "all_to_all":
-        ints = ints[::-1]
-    elif kind == "permute":
-        half = len(ints) // 2
-        ints = ints[half:] + ints[:half]
-    return _TRANSPOSED[kind], ints
+    return EXCHANGES[kind].transpose, EXCHANGES[kind].transposed_ints(list(ints))
 
 
 class _Exchange(Function):

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.mesh.exchanges import COLLECTIVES
+from tsfunc.bridge.mesh.exchanges import EXCHANGES
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.types.values import plain_name
 
@@ -127,9 +127,12 @@ def _count_exchanges(
             inner = repeats * node.target.run_count(node.args)
             for body in node.target.bodies:
                 _count_exchanges(body.graph, inner, counts)
-        elif node.target is MAP and str(node.args[1]) in COLLECTIVES:
+        elif node.target is MAP:
             x, kind, _, axis, _ = node.args
-            key = str(axis), COLLECTIVES[str(kind)]
+            collective = EXCHANGES[str(kind)].collective
+            if collective is None:
+                continue
+            key = str(axis), collective
             times, sent = counts.get(key, (0, 0))
             size = _bytes_of(properties_of_node(x))
             total = None if size is None or sent is None else sent + repeats * size

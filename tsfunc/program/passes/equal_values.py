@@ -17,6 +17,7 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
+from tsfunc.bridge.mesh.exchanges import EXCHANGES
 from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP, transposed
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_pure
@@ -24,11 +25,11 @@ from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_
 _NONE: Axes = frozenset()
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the
 # ranks' cotangents, so each rank may keep its own part of a cotangent until then.
-MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
+MAKES_EQUAL = frozenset(kind for kind, each in EXCHANGES.items() if each.makes == "equal")
 # The kinds that give equal values to equal values, in a pullback too if the transpose is one.
 _IN_PULLBACKS = MAKES_EQUAL | {"total"}
 # The kinds of exchange after which each rank has a value of its own.
-_MAKES_PARTS = frozenset({"slice", "scatter", "all_to_all", "permute"})
+_MAKES_PARTS = frozenset(kind for kind, each in EXCHANGES.items() if each.makes == "parts")
 
 
 class _Visit:
