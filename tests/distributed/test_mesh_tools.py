@@ -162,3 +162,10 @@ def _(case: Case) -> None:
 
 
 test_on_two_ranks = CHECKS.tests()
+
+
+def test_a_check_that_would_not_run_is_refused() -> None:
+    checks = Checks()
+    checks.tests()
+    with pytest.raises(AssertionError, match="later is added after the tests were made"):
+        checks["later"] = lambda rank, size: None
