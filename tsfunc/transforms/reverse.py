@@ -22,6 +22,7 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_tangents
 from tsfunc.bridge.grad.linear_level import pullback_linearly
+from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
 from tsfunc.bridge.tracers.boundaries import boundary
@@ -30,7 +31,7 @@ from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
-from tsfunc.bridge.tracers.torch_state import in_backward_pass
+from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.errors import EscapedTracerError
 from tsfunc.transforms.argnums import (
@@ -130,15 +131,18 @@ class RecordedRun:
             records
             and (
                 any(autograd.requires_grad(ct, level) for ct in lifted)
-                # The saved values may carry tangents of an outer jvp, and the cotangents be of an
-                # inner level: a pass that is not recorded loses these.
-                or (can_carry_tangents() and bool(self._inner_levels(cotangents)))
+                # A pass that is not recorded loses the tangents of an outer jvp, which saved values
+                # may carry, and the derivatives of a program by the cotangents, its inputs.
+                or (
+                    (can_carry_tangents() or _in_inner_trace(level))
+                    and bool(self._inner_levels(cotangents))
+                )
             )
         )
         # Tensors of a level lose their graph with the level, those of a pass with the pass, and
         # those of a jvp that the run is a part of at its end.
         escapes = outlives and level is None
-        escapes = escapes and not in_backward_pass() and not self.in_jvp
+        escapes = escapes and not in_backward_formula() and not self.in_jvp
         if create and not others and escapes and self._is_plain(lifted):
             cts_in = pullback_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
             return self._with_zeros(cts_in)
@@ -179,6 +183,12 @@ class RecordedRun:
             and autograd.reaches_other_leaves((value,), self.inputs, self.level)
         )
         return value if kept else self.released(value)
+
+
+def _in_inner_trace(level: TracerLevel | None) -> bool:
+    """True if a trace, or the body of control flow in it, is inside of a level."""
+    trace = current_trace()
+    return trace is not None and (level is None or trace.depth > level.depth)
 
 
 def run_recorded(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import keeps_draws, replayed
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
+from tsfunc.dispatch.state import tls
 from tsfunc.ops.dims import dense_strides
 
 
@@ -175,7 +177,8 @@ class _Recorded(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        inputs, results = (*ctx.saved_tensors, *ctx.kept), ctx.results
+        call, inputs, states = _as_seen_here(ctx)
+        results = ctx.results
         wrt = [
             i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and is_differentiable(x)
         ]
@@ -186,32 +189,44 @@ class _Recorded(Function):
             # Cotangents may be batched by vmaps inside of the level.
             inside = _frames_inside([cotangents[j] for j in of], level)
             given = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
-            op = _replayed(ctx, ctx.call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
+            op = _replayed(ctx, call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
-            trace = ctx.call.trace
-            own = [_without_gaps(_like(inputs[i]), trace) for i in wrt]
-            wanted = [_mapped(one, inside, trace) for one in own]
-            operands = [*inputs, *given, *ctx.states]
-            gradients = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
+            own = [_without_gaps(_like(inputs[i]), call.trace) for i in wrt]
+            wanted = [_mapped(one, inside, call.trace) for one in own]
+            operands = [*inputs, *given, *states]
+            gradients = call_control_flow(op, call.trace, operands, call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
                 cts_in[i] = value
         return (None, None, None, *cts_in)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs, results = (*ctx.saved_tensors, *ctx.kept), ctx.results
+        call, inputs, states = _as_seen_here(ctx)
         wrt = [i for i, t in enumerate(tangents[3:]) if t is not None]
         given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
-        op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
-        operands = [*inputs, *given, *ctx.states]
-        dense = [_without_gaps(result, ctx.call.trace) for result in results]
-        tangents_out = call_control_flow(op, ctx.call.trace, operands, ctx.call.numbers, dense)
+        op = _replayed(ctx, call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
+        operands = [*inputs, *given, *states]
+        dense = [_without_gaps(result, call.trace) for result in ctx.results]
+        tangents_out = call_control_flow(op, call.trace, operands, call.numbers, dense)
         return tuple(
             t if differentiable else None
             for t, differentiable in zip(tangents_out, ctx.differentiable, strict=True)
         )
+
+
+def _as_seen_here(ctx: Any) -> tuple[_Call, list[Any], list[Any]]:
+    """Return the call of a node, its inputs and random states, as the running code sees them.
+
+    A body of control flow may pull back through a call of the code around it.
+    """
+    call = ctx.call
+    here = [x for x in tls.state.levels if isinstance(x, TraceLevel) and x.within(call.trace)]
+    if here:
+        call = replace(call, trace=here[-1])
+    inputs = all_as_seen_by_current_level([*ctx.saved_tensors, *ctx.kept])
+    return call, inputs, all_as_seen_by_current_level([*ctx.states])
 
 
 def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:

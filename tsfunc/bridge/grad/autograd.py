@@ -29,7 +29,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import tensors_inside, with_tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
-    in_backward_pass,
+    in_backward_formula,
     own_passes,
     records_on_values,
     set_grad_mode,
@@ -80,7 +80,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     check_differentiable(value, lambda: ["a tensor"])
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
-        if lifted.requires_grad and in_backward_pass() and not _counts(lifted):
+        if lifted.requires_grad and in_backward_formula() and not _counts(lifted):
             # A custom rule differentiates by a saved value. Without a leaf of its own, the results
             # would not be known to depend on a value that is differentiated by.
             lifted = detached(lifted)

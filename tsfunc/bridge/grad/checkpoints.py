@@ -41,8 +41,8 @@ from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform, watching_random
 from tsfunc.bridge.tracers.replaced_state import replaced_states, with_states
 from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, replaying
-from tsfunc.bridge.tracers.torch_state import mark_rerun
-from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+from tsfunc.bridge.tracers.torch_state import Rerun, in_backward_formula, mark_rerun
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level, serials
 from tsfunc.dispatch.state import overriding, tls, using
 from tsfunc.ops.registry import Args, Kwargs
 
@@ -100,12 +100,13 @@ def _generator(
     made = RunRecord(current_trace() if preserves_draws else None)
     drawn = DrawCountSnapshot()
     states = replaced_states()
+    first, in_formula = next(serials), in_backward_formula()
 
     @restoring_thread_state
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
             reenter(state.with_fresh_remap_args()),
-            mark_rerun(captured),
+            mark_rerun(Rerun(first), captured, in_formula),
             _recording_at(recorded),
             _inside_derivatives(derivatives),
             replaying(made),

@@ -208,6 +208,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def _is_active(trace: TraceLevel) -> bool:
+    """True if the running code is recorded by a trace, or by the body of control flow in it."""
+    return any(isinstance(x, TraceLevel) and x.depth >= trace.depth for x in tls.state.levels)
+
+
 class Lifting(UserCode):
     """A function mode that also records the function's own calls on tensors from outside.
 
@@ -224,6 +229,9 @@ class Lifting(UserCode):
         running = tls.state.running
         if running is not None and running.depth < self.level.depth:
             # The kernel of an outer level: a backward pass computes with saved tensors of it.
+            return func(*args, **kwargs)
+        if not _is_active(self.level):
+            # A backward pass runs the function of a checkpoint again, at the checkpoint's levels.
             return func(*args, **kwargs)
         repeated = self.level.repeated.again(func, args, kwargs)
         if repeated is not NotImplemented:

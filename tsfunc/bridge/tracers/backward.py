@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers, tensors_inside
-from tsfunc.bridge.tracers.torch_state import current_rerun
-from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata
+from tsfunc.bridge.tracers.torch_state import Rerun, current_rerun
+from tsfunc.bridge.tracers.tracer import BackwardPass, Tracer, innermost_level, metadata, serials
 from tsfunc.ops.registry import Args, Kwargs
 
 _METHOD: Final = torch.Tensor.backward
@@ -132,10 +132,12 @@ class _EndedHooks(OrderedDict[int, Any]):
     """The hooks of a leaf that only the pullback of its own transform differentiates by.
 
     Attributes:
+        at: the serial number of the transform's end.
         rerun: the run of a function that a backward pass runs again, in which the leaf was made.
     """
 
-    rerun: object | None = None
+    at: int
+    rerun: Rerun | None
 
 
 def _drop_gradient(leaf: torch.Tensor) -> None:
@@ -151,16 +153,14 @@ def _drop_gradient(leaf: torch.Tensor) -> None:
 
 
 _DROPPED: Final = {0: _drop_gradient}
-_ENDED: Final = _EndedHooks(_DROPPED)
 
 
 def end_leaf(leaf: torch.Tensor) -> None:
     """Declare that the function of a leaf's transform has run: only its pullback is left."""
     with DisableTorchFunctionSubclass():
         if leaf._post_accumulate_grad_hooks is _REFUSED:
-            rerun = current_rerun()
-            hooks = _ENDED if rerun is None else _EndedHooks(_DROPPED)
-            hooks.rerun = rerun
+            hooks = _EndedHooks(_DROPPED)
+            hooks.at, hooks.rerun = next(serials), current_rerun()
             leaf._post_accumulate_grad_hooks = hooks
 
 
@@ -168,11 +168,14 @@ def has_ended(leaf: torch.Tensor) -> bool:
     """True if no active transform differentiates by a leaf (``end_leaf``).
 
     In a function that the pullback of an ended vjp runs again, the leaves of that vjp have not
-    ended, as in the first run; those of the function's own transforms have.
+    ended, as in the first run. Those that had ended before the first run have, and so have those
+    of the function's own transforms.
     """
     hooks = leaf._post_accumulate_grad_hooks
+    if type(hooks) is not _EndedHooks:
+        return False
     rerun = current_rerun()
-    return type(hooks) is _EndedHooks and (rerun is None or hooks.rerun is rerun)
+    return rerun is None or hooks.rerun is rerun or hooks.at < rerun.first
 
 
 def _refuse_use_in_backward(name: str) -> str:

@@ -247,28 +247,40 @@ def records_on_values(state: TorchState) -> bool:
     return state.grad_mode and now
 
 
-class _Reruns(threading.local):
-    """The backward pass, by id, that runs a function again on this thread, or -1.
+class Rerun:
+    """A run of a function that a backward pass runs again, such as a checkpoint's.
 
-    ``run`` is an object for each such run, or None.
+    Attributes:
+        first: the serial number of the first run.
     """
 
+    __slots__ = ("first",)
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+
+class _Reruns(threading.local):
+    """The backward pass, by id, that runs a function again on this thread, or -1; and the run."""
+
     by = -1
-    run: object | None = None
+    run: Rerun | None = None
 
 
 _reruns: Final = resets(_Reruns())
 
 
 @contextmanager
-def mark_rerun(states: Sequence[TorchState]) -> Iterator[None]:
+def mark_rerun(run: Rerun, states: Sequence[TorchState], in_formula: bool) -> Iterator[None]:
     """Context manager: a backward pass runs a function again, which sets grad mode itself.
 
     Args:
+        run: the run in the block.
         states: the states that the active levels have captured.
+        in_formula: True if the first run was a part of a backward formula.
     """
     before, own = [state.rerun_by for state in states], (_reruns.by, _reruns.run)
-    _reruns.by, _reruns.run = _current_graph_task_id(), object()
+    _reruns.by, _reruns.run = -1 if in_formula else _current_graph_task_id(), run
     for state in states:
         state.rerun_by = _reruns.by
     try:
@@ -279,14 +291,9 @@ def mark_rerun(states: Sequence[TorchState]) -> Iterator[None]:
             state.rerun_by = by
 
 
-def current_rerun() -> object | None:
-    """Return the run of a function that a backward pass runs again, such as a checkpoint's."""
+def current_rerun() -> Rerun | None:
+    """Return the innermost such run on this thread."""
     return _reruns.run
-
-
-def in_backward_pass() -> bool:
-    """True in a backward pass, also in a function that the pass runs again."""
-    return _current_graph_task_id() != -1
 
 
 def in_backward_formula() -> bool:

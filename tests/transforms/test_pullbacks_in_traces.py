@@ -1,0 +1,125 @@
+"""Pullbacks and pushforwards that are called in a program, or in a body of control flow.
+
+They are made outside of it, by the function or before its call. The result, and its derivatives,
+are those of a plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import tsfunc
+
+Function = Callable[[Tensor], Tensor]
+
+X, Y, W = torch.randn(3, 3, dtype=torch.float64)
+
+
+class Cubed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * tangent
+
+
+def curved(y: Tensor) -> Tensor:
+    return (y.sin() * y.flip(0)).cumsum(0)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "linear": lambda y: y * -2,
+    "curved": curved,
+    "checkpoint": tsfunc.checkpoint(curved),
+    "specialize": tsfunc.specialize(curved),
+    "Function": lambda y: Cubed.apply(y).sin(),
+    "cond": lambda y: tsfunc.cond(y.sum() > 0, curved, torch.cos, y),
+    "scan": lambda y: tsfunc.scan(lambda c, x: ((c * x).sin() + x, c), y[0], y)[1],
+    "torch's checkpoint": lambda y: torch.utils.checkpoint.checkpoint(
+        curved, y, use_reentrant=False
+    ),
+}
+
+
+def pullback(f: Function, y: Tensor) -> Function:
+    pull = tsfunc.vjp(f, y)[1]
+    return lambda x: pull(x)[0]
+
+
+def pushforward(f: Function, y: Tensor) -> Function:
+    push: Function = tsfunc.linearize(f, y)[1]
+    return push
+
+
+MAPS: dict[str, Callable[[Function, Tensor], Function]] = {
+    "vjp": pullback,
+    "linearize": pushforward,
+}
+USES: dict[str, Callable[[Function], Function]] = {
+    "specialize": tsfunc.specialize,
+    "checkpoint": tsfunc.checkpoint,
+    "map": lambda linear: lambda x: tsfunc.map(linear, torch.stack([x, x.sin()]))[0],
+    "cond": lambda linear: lambda x: tsfunc.cond(x.sum() < 9, linear, torch.sin, x),
+    "fori_loop": lambda linear: lambda x: tsfunc.fori_loop(0, 1, lambda _, y: linear(y), x),
+    "vmap": lambda linear: lambda x: tsfunc.vmap(linear)(x[None])[0],
+}
+OUTER: dict[str, Callable[[Function], Function]] = {
+    "call": lambda f: f,
+    "specialize": tsfunc.specialize,
+    "grad": lambda f: tsfunc.grad(lambda x: f(x).sin().sum()),
+    "specialize of grad": lambda f: tsfunc.specialize(tsfunc.grad(lambda x: f(x).sin().sum())),
+    "grad of specialize": lambda f: tsfunc.grad(tsfunc.specialize(lambda x: f(x).sin().sum())),
+    "jvp": lambda f: lambda x: tsfunc.jvp(f, (x,), (x.cos(),))[1],
+}
+
+
+@pytest.mark.parametrize("made", MAPS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("use", USES)
+def test_a_captured_linear_map_is_that_of_a_plain_call(use: str, name: str, made: str) -> None:
+    function = FUNCTIONS[name]
+    plain = curved if "checkpoint" in name or name == "specialize" else function
+
+    def inside(f: Function, wrapped: Callable[[Function], Function]) -> Function:
+        return lambda x: wrapped(MAPS[made](f, x))(x * W)
+
+    def outside(f: Function, wrapped: Callable[[Function], Function]) -> Function:
+        linear = wrapped(MAPS[made](f, Y))
+        return lambda x: linear(x * W)
+
+    for of in (inside, outside):
+        expected = of(plain, lambda linear: linear)
+        for outer in OUTER.values():
+            torch.testing.assert_close(outer(of(function, USES[use]))(X), outer(expected)(X))
+
+
+@pytest.mark.parametrize("made", MAPS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_backward_pass_reaches_the_argument_of_a_captured_linear_map(
+    name: str, made: str
+) -> None:
+    linear = MAPS[made](FUNCTIONS[name], Y)
+    for use in USES.values():
+        leaf, other = X.clone().requires_grad_(), X.clone().requires_grad_()
+        linear(leaf).sin().sum().backward()
+        use(linear)(other).sin().sum().backward()
+        torch.testing.assert_close(other.grad, leaf.grad)
