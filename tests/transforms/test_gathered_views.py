@@ -319,3 +319,26 @@ def test_gathered_in_the_bodies_of_loops_of_a_program() -> None:
         return mapped
 
     same(tsfunc.specialize(every)(x), torch.stack([row(each) for each in x]))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [lambda i: i, lambda i: (..., i), lambda i: slice(i, i + 2)],
+    ids=["int", "last", "slice"],
+)
+def test_an_index_that_a_trace_knows_writes_through_a_view(index: Any) -> None:
+    """The written value may be the same view: ``v[i] += 1`` reads and writes one."""
+
+    def f(x: Tensor) -> Tensor:
+        v, i = x.expand(4, 4).clone(), torch.arange(1).reshape(())
+        part = v[index(i)]
+        part += 1
+        v[index(i)] = part
+        v[index(i)] *= 3
+        v[index(i + 1)] = v[index(i)].clone()
+        return v
+
+    x = torch.randn(4)
+    expected = f(x)
+    for transformed in (tsfunc.specialize(f), tsfunc.specialize(lambda x: tsfunc.vmap(f)(x[None]))):
+        torch.testing.assert_close(transformed(x).reshape(4, 4), expected)

@@ -291,6 +291,10 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         view[tuple(left) or Ellipsis] = value
         return None
+    known = tuple([_as_known_int(item) for item in entries])
+    if not any(_is_traced(item) for item in known):
+        x[known] = value  # a view, as in a read: the value may be the same view
+        return None
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
     items = _items(index, x.dim())
