@@ -115,3 +115,19 @@ def test_derivatives_of_results_are_those_of_the_loop(function: Any, mapped: Any
         for way in (mapped, by_loop)
     ]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tsfunc.checkpoint, tsfunc.specialize],
+                         ids=["plain", "checkpoint", "specialize"])  # fmt: skip
+def test_modes_of_derivatives_and_grad_mode(wrap: Callable[[Example], Example]) -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.no_grad()(torch.sin)(x) * x.cos()
+
+    x = torch.randn(3, dtype=torch.float64)
+    ones = torch.ones_like(x)
+    recorded = -x.sin() * x.sin()
+    torch.testing.assert_close(tsfunc.jvp(wrap(f), (x,), (ones,))[1], recorded + x.cos() ** 2)
+    torch.testing.assert_close(tsfunc.jacfwd(wrap(f))(x).sum(0), recorded + x.cos() ** 2)
+    torch.testing.assert_close(tsfunc.vjp(wrap(f), x)[1](ones)[0], recorded)
+    torch.testing.assert_close(tsfunc.jacrev(wrap(f))(x).sum(0), recorded)
+    torch.testing.assert_close(tsfunc.linearize(wrap(f), x)[1](ones), recorded)

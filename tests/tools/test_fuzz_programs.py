@@ -21,6 +21,9 @@ from tools.fuzz.circumstances import GRADIENTS, KINDS
 from tools.fuzz.draw import Draw, RejectedError, draw_function
 from tools.fuzz.modes import MODES
 from tools.fuzz.program import (
+    CONTAINERS,
+    SHARED,
+    Block,
     Leaf,
     Parameter,
     Program,
@@ -105,11 +108,11 @@ def test_the_reference_exchanges_values_of_a_named_axis() -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("container", ["dict", "pair", "record"])
+@pytest.mark.parametrize("container", CONTAINERS)
 def test_containers_of_arguments_and_other_sizes_in_later_calls(container: str) -> None:
     x = Parameter("x0", (Leaf((2, 3)), Leaf((3,), layout="narrow")), container)
     body = (Statement(f"v1 = {x.part(0)}.sin() * {x.part(1)}", "test"),)
-    derivative = Transform("vjp", argnums=(0,))
+    derivative = Transform("checkpoint" if x.has_none else "vjp", argnums=(0,))
     names = '{"x0": {"a": tsfunc.MetaTensorType(["m", "n"]), "b": tsfunc.MetaTensorType(["n"])}}'
     options = (("descriptors", names),) if container == "dict" else ()
     tower = (derivative, Transform("specialize", options=options), mapped_leaves(-1, 0))
@@ -205,6 +208,79 @@ def test_programs_that_write_into_captured_tensors_are_not_drawn() -> None:
     draw.let("c0.permute((1, 0)).contiguous()")
     with pytest.raises(RejectedError, match="captured"):
         draw.do("v1.add_(1)")
+
+
+def test_loops_of_the_reference_run_on_copies_and_its_derivatives_run_once() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    expected = x + 2
+
+    def step(_: Any, carry: torch.Tensor) -> torch.Tensor:
+        return carry.add_(1)
+
+    assert reference.fori_loop(0, 2, step, x).equal(expected) and not x.equal(expected)
+    runs = itertools.count()
+    _, push = reference.linearize(lambda y: y * next(runs), x)
+    assert push(x).equal(0 * x) and push(x).equal(0 * x)
+    with torch.no_grad():
+        leaf = x.clone().requires_grad_()
+        found = reference.grad(lambda y: (y * leaf).sum())(x)
+    assert found.equal(leaf) and not found.requires_grad
+
+
+def test_the_reference_keeps_none_in_containers() -> None:
+    tree: dict[str, Any] = {"a": torch.randn(3), "b": None}
+    found = reference.vmap(lambda t: {"a": t["a"].sin(), "b": t["b"]})(tree)
+    assert found["b"] is None and found["a"].equal(tree["a"].sin())
+
+
+def test_writes_into_arguments_and_shared_memory_are_compared() -> None:
+    params = (
+        Parameter("x0", (Leaf((2, 3), layout=SHARED),), written=True),
+        Parameter("x1", (Leaf((3,), layout=SHARED),)),
+    )
+    body = (Statement("x0.mul_(2)", "test"), Statement("v1 = x0.sin() * x1", "test"))
+    tower = (Transform("specialize"),)
+    program = Program("test", (), params, body, "v1", tower, (0, 1, 0))
+    assert running.run(program) == running.Verdict(running.OK)
+    lost = program.with_(
+        body=(Statement("x0.mul_(2 if tsfunc.__name__ == 'tsfunc' else 3)", "test"), *body[1:]),
+        result="x1 * 1",
+    )
+    assert running.run(lost).kind == running.WRONG
+
+
+@pytest.mark.parametrize("kind", ["single", "complex"])
+def test_dtypes_of_parameters(kind: str) -> None:
+    params = (Parameter("x0", (Leaf((2, 3)),)), Parameter("x1", (Leaf((3,), kind),)))
+    body = (Statement("v1 = x0 * x1", "test"), Statement("v2 = v1.abs().sum(-1)", "test"))
+    vmap = Transform("vmap", (-1, None), (4,))
+    for result, tower in (("v1", (vmap,)), ("v2", (Transform("grad", argnums=(0,)), vmap))):
+        program = Program("test", (), params, body, result, tower, (0, 1, 0))
+        assert running.run(program) == running.Verdict(running.OK)
+
+
+def test_a_lost_derivative_of_a_kept_pullback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Block("inner1", ("p1",), (), "p1.sin()")
+    outside = (Statement("r1 = tsfunc.vjp(inner1, c0)", "test", (inner,)),)
+    program = program_of(
+        "v1 = tsfunc.specialize(r1[1])(x0)[0]",
+        result="v1",
+        tower=[Transform("grad", argnums=(0,))],
+    ).with_(captured=(("c0", Leaf((2, 3))),), outside=outside)
+    assert running.run(program) == running.Verdict(running.OK)
+    specialize = tsfunc.specialize
+    monkeypatch.setattr(
+        tsfunc, "specialize", lambda f: lambda ct: [g.detach() for g in specialize(f)(ct)]
+    )
+    verdict = running.run(program)
+    assert (verdict.kind, verdict.cause) == (running.WRONG, "numbers")
+    assert "tsfunc.vjp" in source(minimizing.minimized(program, verdict, running.run))
+
+
+def test_buffers_of_modules_are_written() -> None:
+    tower = [Transform("functional_call", form="buffers"), mapped(-1), Transform("specialize")]
+    program = program_of("v1 = x0.sin()", result="v1", tower=tower, calls=(0, 1, 0))
+    assert running.run(program) == running.Verdict(running.OK)
 
 
 def test_programs_of_a_seed_are_the_same() -> None:

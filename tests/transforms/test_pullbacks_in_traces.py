@@ -42,6 +42,9 @@ class Cubed(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * tangent
 
 
+CUBED: Any = Cubed.apply
+
+
 def curved(y: Tensor) -> Tensor:
     return (y.sin() * y.flip(0)).cumsum(0)
 
@@ -51,7 +54,7 @@ FUNCTIONS: dict[str, Function] = {
     "curved": curved,
     "checkpoint": tsfunc.checkpoint(curved),
     "specialize": tsfunc.specialize(curved),
-    "Function": lambda y: Cubed.apply(y).sin(),
+    "Function": lambda y: CUBED(y).sin(),
     "cond": lambda y: tsfunc.cond(y.sum() > 0, curved, torch.cos, y),
     "scan": lambda y: tsfunc.scan(lambda c, x: ((c * x).sin() + x, c), y[0], y)[1],
     "torch's checkpoint": lambda y: torch.utils.checkpoint.checkpoint(

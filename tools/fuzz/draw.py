@@ -9,13 +9,32 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tools.fuzz import reference
-from tools.fuzz.program import LAYOUTS, Block, Leaf, Parameter, Program, Statement, leaf_text
+from tools.fuzz.helpers import FUNCTIONS
+from tools.fuzz.program import (
+    CONTAINERS,
+    LAYOUTS,
+    SHARED,
+    Block,
+    Leaf,
+    Parameter,
+    Program,
+    Statement,
+    leaf_text,
+)
 
+_DTYPES = {
+    "float": torch.float64,
+    "single": torch.float32,
+    "complex": torch.complex128,
+    "index": torch.int64,
+    "mask": torch.bool,
+}
 Construct = Callable[["Draw"], None]
 
 _LARGEST = 1e3  # a value beyond it would make a comparison of derivatives a matter of rounding
@@ -38,6 +57,8 @@ class Draw:
         self.taken = 0
         self.shared: list[str] = []
         self.namespace = {"torch": torch, "tsfunc": reference, "F": torch.nn.functional}
+        exec(FUNCTIONS, self.namespace)
+        self.writable: frozenset[str] = frozenset()  # arguments that the function may write into
 
     # ---- Choices -----------------------------------------------------------------------------
 
@@ -54,12 +75,15 @@ class Draw:
         return f"{self.rng.choice([-2, -1, 0.5, 1.5, 2, 3, -0.25])}"
 
     def variable(self, kind: str, fits: Callable[[torch.Tensor], bool] = lambda x: True) -> str:
-        """Return a variable of a kind ("float", "index", "mask"); recent ones are more likely."""
-        dtype = {"float": torch.float64, "index": torch.int64, "mask": torch.bool}[kind]
+        """Return a variable of a kind; recent ones are more likely.
+
+        Kinds are those of leaves, and "other": tensors of any dtype but that of "float".
+        """
+        wanted = [_DTYPES[kind]] if kind in _DTYPES else [*_DTYPES.values()][1:]
         names = [
             name
             for name, value in self.env.items()
-            if isinstance(value, torch.Tensor) and value.dtype is dtype and fits(value)
+            if isinstance(value, torch.Tensor) and value.dtype in wanted and fits(value)
         ]
         if not names:
             raise RejectedError(kind)
@@ -129,10 +153,10 @@ class Draw:
 
     # ---- Statements --------------------------------------------------------------------------
 
-    def let(self, expression: str, blocks: tuple[Block, ...] = ()) -> str:
+    def let(self, expression: str, blocks: tuple[Block, ...] = (), prefix: str = "v") -> str:
         """Define a variable."""
         self.taken += 1
-        name = f"v{self.taken}"
+        name = f"{prefix}{self.taken}"
         self.add(Statement(f"{name} = {expression}", self.construct, blocks))
         return name
 
@@ -144,15 +168,19 @@ class Draw:
         from tools.fuzz.program import lines_of
 
         scope = {**self.namespace, **self.env}
-        captured = {name: x.clone() for name, x in self.env.items() if name[0] == "c"}
+        kept = {
+            name: x.clone()
+            for name, x in self.env.items()
+            if name[0] in "cx" and name not in self.writable and isinstance(x, torch.Tensor)
+        }
         try:
             exec("\n".join(lines_of((statement,))), scope)
         except Exception as error:
             raise RejectedError(str(error)) from None
-        if not all(x.equal(self.env[name]) for name, x in captured.items()):
+        if not all(x.equal(self.env[name]) for name, x in kept.items()):
             # A write through an alias, such as a contiguous tensor of one element, changes the next
-            # call.
-            raise RejectedError("writes into a captured tensor")
+            # call, or what the caller has.
+            raise RejectedError("writes into a captured tensor or an argument")
         if statement.target is not None:
             value = scope[statement.target]
             self.env[statement.target] = value
@@ -189,14 +217,15 @@ class Draw:
         """Draw a local function of sample values; it may read all variables outside.
 
         Args:
-            shared: variables outside that it may write into.
+            shared: variables outside, or its own parameters, that it may write into.
         """
         self.taken += 1
         name = f"{prefix}{self.taken}"
         body, env, construct = self.body, dict(self.env), self.construct
         before, self.shared = self.shared, [*shared]
         self.body = []
-        self.env = {**env, **params}
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in params.items()}
+        self.env = {**env, **copies}
         outside = {k: v.clone() for k, v in env.items() if isinstance(v, torch.Tensor)}
         try:
             from tools.fuzz.constructs import BLOCK_CONSTRUCTS, PLAIN_CONSTRUCTS, construct_of
@@ -217,24 +246,52 @@ class Draw:
 def draw_function(rng: random.Random, seed: str, families: Sequence[str] | None = None) -> Program:
     """Draw a function of one example, without a tower, from some families of constructs or all."""
     from tools.fuzz.constructs import CONSTRUCTS, construct_of
+    from tools.fuzz.constructs.nested import pullback
 
     sizes = rng.sample([2, 3, 4, 5], 4)
     if rng.random() < 0.15:
         sizes[rng.randrange(4)] = rng.choice([0, 1, 1])
     draw = Draw(rng, sizes)
-    params, captured = [], []
+    captured = []
+    for i in range(rng.choice([0, 0, 1, 2])):
+        leaf = _leaf(rng, sizes, 10 + i, kinds=("float", "float", "float", "mask"))
+        captured.append((f"c{i}", leaf))
+        draw.env[f"c{i}"] = eval(leaf_text(leaf, leaf.shape, leaf.phase), {"torch": torch})
+    if captured and rng.random() < 0.3:
+        with draw.attempt("pullbacks"):
+            pullback(draw)
+    outside, draw.body = tuple(draw.body), []
+    params = _parameters(draw, families is None)
+    start = len(draw.body)
+    families = list(CONSTRUCTS if families is None else families)
+    wanted = rng.randrange(1, 8)
+    for _ in range(4 * wanted):
+        if len(draw.body) - start >= wanted:
+            break
+        family = rng.choice(families)
+        with draw.attempt(family):
+            construct_of(rng, family)(draw)
+    return Program(seed, tuple(captured), params, tuple(draw.body), _result(draw), outside=outside)
+
+
+def _parameters(draw: Draw, all_kinds: bool) -> tuple[Parameter, ...]:
+    """Draw the parameters; they become variables, and so do the elements of containers."""
+    rng = draw.rng
+    kinds: tuple[str, ...] = ("float", "float", "float", "float", "index", "mask")
+    kinds += ("single", "complex") if all_kinds else ()
+    params = []
+    shares = rng.random() < 0.1
     for i in range(rng.choice([1, 1, 2, 2, 3])):
         leaves = tuple(
-            _leaf(
-                rng,
-                sizes,
-                i * 2 + k,
-                kinds=("float",) if i == 0 else ("float", "float", "index", "mask"),
-            )
-            for k in range(2 if rng.random() < 0.2 else 1)
+            _leaf(rng, draw.sizes, i * 2 + k, kinds if i else ("float",))
+            for k in range(2 if rng.random() < 0.25 else 1)
         )
-        container = rng.choice(["dict", "dict", "pair", "record"])
-        parameter = Parameter(f"x{i}", leaves, container)
+        if shares:
+            leaves = tuple(replace(x, layout=SHARED) if x.kind == "float" else x for x in leaves)
+        container = rng.choice(["dict", *CONTAINERS])
+        own = all(x.kind == "float" and x.layout != "expanded" for x in leaves)
+        written = own and rng.random() < 0.1
+        parameter = Parameter(f"x{i}", leaves, container, written)
         params.append(parameter)
         for k, leaf in enumerate(leaves):
             name = f"v{draw.taken + 1}" if parameter.is_container else parameter.name
@@ -243,20 +300,10 @@ def draw_function(rng: random.Random, seed: str, families: Sequence[str] | None 
                 draw.taken += 1
                 draw.body.append(Statement(f"{name} = {parameter.part(k)}", "containers"))
             draw.env[name] = value
-    for i in range(rng.choice([0, 0, 1, 2])):
-        leaf = _leaf(rng, sizes, 10 + i, kinds=("float", "float", "float", "mask"))
-        captured.append((f"c{i}", leaf))
-        draw.env[f"c{i}"] = eval(leaf_text(leaf, leaf.shape, leaf.phase), {"torch": torch})
-    families = list(CONSTRUCTS if families is None else families)
-    wanted = rng.randrange(1, 8)
-    start = len(draw.body)
-    for _ in range(4 * wanted):
-        if len(draw.body) - start >= wanted:
-            break
-        family = rng.choice(families)
-        with draw.attempt(family):
-            construct_of(rng, family)(draw)
-    return Program(seed, tuple(captured), tuple(params), tuple(draw.body), _result(draw))
+            if written:
+                draw.writable |= {name}
+                draw.shared.append(name)
+    return tuple(params)
 
 
 def _leaf(rng: random.Random, sizes: Sequence[int], phase: int, kinds: Sequence[str]) -> Leaf:
@@ -275,7 +322,7 @@ def _result(draw: Draw) -> str:
         if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and name[0] in "xv"
     ]
     late = names[-1]
-    form = draw.rng.randrange(8)
+    form = draw.rng.randrange(9)
     other = draw.rng.choice(
         [n for n, v in draw.env.items() if isinstance(v, torch.Tensor) and name_is_local(n)]
     )
@@ -285,6 +332,8 @@ def _result(draw: Draw) -> str:
         return f"({late}, {other})"
     if form == 2:
         return f'{{"out": [{late}, {draw.rng.choice(names)}]}}'
+    if form == 4:
+        return f'{{"out": ({late}, None), "other": {other}}}'
     if form == 3:
         return f"({late} * {draw.rng.choice(names)}.sum(),)"
     return late

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tools.fuzz.program import NAME, Leaf, Program, Statement
+from tools.fuzz.program import NAME, Leaf, Program, Statement, statements
 from tools.fuzz.running import Verdict
 
 Fails = Callable[[Program], bool]
@@ -97,6 +97,9 @@ def _plainer_transforms(program: Program) -> Iterator[Program]:
 
 
 def _fewer_statements(program: Program) -> Iterator[Program]:
+    inside = "".join(s.text for s in statements(program.body))
+    for body in _smaller_bodies(program.outside, inside):
+        yield program.with_(outside=body)
     for body in _smaller_bodies(program.body, program.result):
         yield program.with_(body=body)
 
@@ -176,7 +179,8 @@ def _simpler_results(program: Program) -> Iterator[Program]:
 
 
 def _fewer_parameters(program: Program) -> Iterator[Program]:
-    mentioned = set(NAME.findall(program.result)).union(*(s.reads for s in program.body))
+    every = (*program.outside, *program.body)
+    mentioned = set(NAME.findall(program.result)).union(*(s.reads for s in every))
     for i, (name, _) in enumerate(program.captured):
         if name not in mentioned:
             yield program.with_(captured=program.captured[:i] + program.captured[i + 1 :])

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tools.fuzz.helpers import with_helpers
+
 NAME = re.compile(r"\b[a-z]+\d+\b")  # every variable of a program: x0, v3, c1, f2
-PARTS = ("a", "b")  # keys or fields of a parameter that is a container
 LAYOUTS = ("dense", "gaps", "reversed", "offset", "rows", "narrow", "expanded")
+SHARED = "shared"  # the layout of arguments that are views of one buffer
+# The expression of a container of two, and how a function reads its elements.
+CONTAINERS: Mapping[str, tuple[str, tuple[str, str]]] = {
+    "dict": ('{{"a": {0}, "b": {1}}}', ('["a"]', '["b"]')),
+    "pair": ("Pair({0}, {1})", (".a", ".b")),
+    "record": ("Record({0}, {1})", (".a", ".b")),
+    "list": ("[{0}, {1}]", ("[0]", "[1]")),
+    "tuple": ("({0}, None, {1})", ("[0]", "[2]")),
+    "nested": ('{{"a": [{0}], "b": ({1}, None)}}', ('["a"][0]', '["b"][0]')),
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,13 @@ class Leaf:
 
     Attributes:
         shape: of one example.
-        kind: "float", "index" (integers of range(high)) or "mask".
+        kind: "float", "single" (float32), "complex", "index" (integers of range(high)) or "mask".
         high: the bound of an index.
         phase: makes the values of this leaf its own.
         layout: one of ``LAYOUTS``: "reversed" is a transpose of all dims, "gaps" every second
             element of the last dim, "rows" every second element of the first dim, "offset" a part
-            of a larger tensor, "narrow" a part of a larger last dim, "expanded" one row repeated.
+            of a larger tensor, "narrow" a part of a larger last dim, "expanded" one row repeated;
+            or ``SHARED``.
     """
 
     shape: tuple[int, ...]
@@ -85,21 +97,31 @@ class Parameter:
     """A parameter of the function: a tensor, or a container of two.
 
     Attributes:
-        container: "dict", "pair" (a named tuple) or "record" (a dataclass).
+        container: one of ``CONTAINERS``: "pair" is a named tuple, "record" a dataclass.
+        written: True if the function may write into it.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
     container: str = "dict"
+    written: bool = False
 
     @property
     def is_container(self) -> bool:
         return len(self.leaves) > 1
 
+    @property
+    def has_none(self) -> bool:
+        """Return True if a part of it is None, which derivatives refuse as those of torch.func."""
+        return self.is_container and "None" in CONTAINERS[self.container][0]
+
     def part(self, i: int) -> str:
         """Return the expression of an element."""
-        name = PARTS[i]
-        return f'{self.name}["{name}"]' if self.container == "dict" else f"{self.name}.{name}"
+        return self.name + CONTAINERS[self.container][1][i]
+
+    def filled(self, texts: Sequence[str]) -> str:
+        """Return the expression of the container with these elements, or of the one element."""
+        return CONTAINERS[self.container][0].format(*texts) if self.is_container else texts[0]
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,7 @@ class Program:
     """A function, its tower (innermost first), and its calls.
 
     Attributes:
+        outside: statements before the function: pullbacks that it captures.
         calls: for each call of the transformed function the phase of its values; in a later
             call values, batch sizes and strides differ.
         sizes: in later calls, the sizes of an example in place of those that were drawn.
@@ -144,6 +167,16 @@ class Program:
     keywords: frozenset[str] = field(default_factory=frozenset)
     sizes: tuple[tuple[int, int], ...] = ()
     circumstances: tuple[str, ...] = ()
+    outside: tuple[Statement, ...] = ()
+
+    @property
+    def single(self) -> bool:
+        """Return True if some of its values are in single precision."""
+        leaves = [leaf for p in self.params for leaf in p.leaves]
+        return any(leaf.kind == "single" for leaf in leaves) or any(
+            word in source(self)
+            for word in (".float()", "float32", "complex64", ".half()", "bfloat16")
+        )
 
     def circumstance(self, call: int) -> str:
         """Return the circumstance of a call."""
@@ -166,62 +199,6 @@ def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
 
 
 # ---- Python ------------------------------------------------------------------------------------
-
-_LEAVES = """\
-def leaves(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if dataclasses.is_dataclass(tree):
-        tree = vars(tree)
-    parts = tree.values() if isinstance(tree, dict) else tree
-    return [leaf for part in parts for leaf in leaves(part)]
-"""
-_TOTAL = """\
-def total(tree):
-    return sum(leaf.sin().sum() for leaf in leaves(tree) if leaf.is_floating_point())
-"""
-_LIKE = """\
-def like(tree, function):
-    if isinstance(tree, dict):
-        return {key: like(part, function) for key, part in tree.items()}
-    if dataclasses.is_dataclass(tree):
-        return type(tree)(**like(vars(tree), function))
-    if hasattr(tree, "_fields"):
-        return type(tree)(*[like(part, function) for part in tree])
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(like(part, function) for part in tree)
-    return function(tree)
-"""
-_CONTAINERS = {
-    "pair": """\
-Pair = collections.namedtuple("Pair", ["a", "b"])
-""",
-    "record": """\
-@dataclasses.dataclass
-class Record:
-    a: object
-    b: object
-""",
-}
-_GRADIENTS = """\
-def with_gradients(function, captured, *args, **kwargs):
-    inputs = floats([captured, args, kwargs])
-    for tensor in inputs:
-        tensor.requires_grad_()
-    out = function(*args, **kwargs)
-    loss = total(out)
-    grads = [None] * len(inputs)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    for tensor in inputs:
-        tensor.requires_grad_(False)
-    made = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads)]
-    return {"out": out, "gradients": made}
-"""
-_FLOATS = """\
-def floats(tree):
-    return tuple(leaf for leaf in leaves(tree) if leaf.is_floating_point())
-"""
 
 
 def _indent(lines: list[str]) -> list[str]:
@@ -269,6 +246,10 @@ def leaf_text(leaf: Leaf, shape: tuple[int, ...], phase: float) -> str:
         made = f"(({numbers} * 0.7 + {phase:.2f}).sin() > 0)"
     else:
         made = f"({numbers} * 0.7 + {phase:.2f}).sin()"
+    if leaf.kind == "single":
+        made = f"{made}.float()"
+    elif leaf.kind == "complex":
+        made = f"torch.polar({made}.abs() + 0.3, {numbers} + {phase:.2f})"
     return f"{made}.reshape({_shape(whole)}){after}"
 
 
@@ -284,13 +265,14 @@ def batched_shape(leaf: Leaf, tower: tuple[Transform, ...], at: int, call: int) 
     return tuple(shape)
 
 
-def _argument(parameter: Parameter, texts: list[str]) -> str:
-    if not parameter.is_container:
-        return texts[0]
-    if parameter.container != "dict":
-        return f"{parameter.container.title()}({', '.join(texts)})"
-    parts = [f'"{key}": {text}' for key, text in zip(PARTS, texts, strict=False)]
-    return "{" + ", ".join(parts) + "}"
+def _leaf_of_call(leaf: Leaf, shape: tuple[int, ...], number: int, at: int) -> str:
+    """Return the expression of a leaf in a call; ``at`` is its index among all leaves."""
+    if leaf.layout == SHARED:
+        return f"buffer[{at}:{at + math.prod(shape)}].view({_shape(shape)})"
+    layout = leaf.layout
+    if layout != "expanded":
+        layout = LAYOUTS[(LAYOUTS.index(layout) + number) % (len(LAYOUTS) - 1)]
+    return leaf_text(replace(leaf, layout=layout), shape, leaf.phase + 1.3 * number)
 
 
 def arguments_text(program: Program, call: int) -> list[str]:
@@ -303,12 +285,9 @@ def arguments_text(program: Program, call: int) -> list[str]:
             sizes = dict(program.sizes) if number else {}
             own = tuple(sizes.get(size, size) for size in leaf.shape)
             shape = batched_shape(replace(leaf, shape=own), program.tower, at, number)
-            other = LAYOUTS[(LAYOUTS.index(leaf.layout) + number) % (len(LAYOUTS) - 1)]
-            if leaf.layout == "expanded":
-                other = leaf.layout
-            parts.append(leaf_text(replace(leaf, layout=other), shape, leaf.phase + 1.3 * number))
+            parts.append(_leaf_of_call(leaf, shape, number, at))
             at += 1
-        texts.append(_argument(parameter, parts))
+        texts.append(parameter.filled(parts))
     return texts
 
 
@@ -319,7 +298,7 @@ def _prefix(program: Program, entries: tuple[object, ...]) -> list[str]:
         some = entries[at : at + len(parameter.leaves)]
         at += len(parameter.leaves)
         texts.append(
-            str(some[0]) if len(set(some)) == 1 else _argument(parameter, [str(s) for s in some])
+            str(some[0]) if len(set(some)) == 1 else parameter.filled([str(s) for s in some])
         )
     return texts
 
@@ -352,21 +331,7 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
     if step.kind in ("checkpoint", "specialize"):
         return [f"{name} = tsfunc.{step.kind}({inner}{options})"]
     if step.kind == "functional_call":
-        first, rest = params[0], params[1:]
-        return [
-            "class Model(torch.nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            "        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))",
-            "",
-            f"    def forward({', '.join(['self', *rest])}):",
-            f"        return {inner}({', '.join(['self.weight', *rest])})",
-            "",
-            f"{name}_model = Model()",
-            f"def {name}({every}):",
-            f"    state = {{'weight': {first}}}",
-            f"    return tsfunc.functional_call({name}_model, state, {_tuple(rest)})",
-        ]
+        return _call_of_module(step, inner, name, params)
     if step.kind in ("grad", "grad_and_value", "value_and_grad", "hessian"):
         argnums = step.argnums[0] if len(step.argnums) == 1 else step.argnums
         scalar = f"lambda {every}: " + (with_aux("total") if aux else f"total({inner}({every}))")
@@ -405,33 +370,65 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
     ]
 
 
+def _call_of_module(step: Transform, inner: str, name: str, params: list[str]) -> list[str]:
+    """Return the lines of a ``functional_call``; the form "buffers" also writes into buffers."""
+    first, rest = params[0], params[1:]
+    buffers = step.form == "buffers"
+    zero = "torch.zeros((), dtype=torch.float64)"
+    lines = [
+        "class Model(torch.nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))",
+        *[f'        self.register_buffer("{b}", {zero})' for b in ("seen", "last") if buffers],
+        "",
+        f"    def forward({', '.join(['self', *rest])}):",
+    ]
+    if buffers:
+        lines += [
+            "        self.seen.add_(self.weight.sum())",
+            "        self.last = self.last * 0.5 + self.weight.sum().sin()",
+            "        self.seen *= self.last",
+        ]
+    lines += [
+        f"        return {inner}({', '.join(['self.weight', *rest])})"
+        + (", self.last" if buffers else ""),
+        "",
+        f"{name}_model = Model()",
+        f"def {name}({', '.join(params)}):",
+        f"    state = {{'weight': {first}}}",
+    ]
+    call = f"tsfunc.functional_call({name}_model, state, {_tuple(rest)})"
+    if not buffers:
+        return [*lines, f"    return {call}"]
+    return [
+        *lines,
+        f"    state['seen'] = torch.ones((), dtype={first}.dtype)",
+        f"    state['last'] = {first}.detach().sum()",
+        f"    return {call}, state['seen'], state['last']",
+    ]
+
+
 def source(program: Program) -> str:
     """Return the Python that defines ``program``, the transformed function."""
     lines: list[str] = []
     for name, leaf in program.captured:
         lines.append(f"{name} = {leaf_text(leaf, leaf.shape, leaf.phase)}")
     params = ", ".join(parameter.name for parameter in program.params)
+    lines += lines_of(program.outside)
     lines.append(f"def f0({params}):")
     lines += _indent([*lines_of(program.body), f"return {program.result}"])
     for i, step in enumerate(program.tower):
         lines += _step(program, step, f"f{i}", f"f{i + 1}")
-    lines.append(f"program = f{len(program.tower)}")
-    text = "\n".join(lines) + "\n"
-    helpers = [_GRADIENTS] if "gradients" in program.circumstances else []
-    mentioned = "".join((text, *helpers))
-    helpers = [
-        helper
-        for name, helper in (("total", _TOTAL), ("floats", _FLOATS), ("like", _LIKE))
-        if f"{name}(" in mentioned
-    ] + helpers
-    if any("leaves(" in helper for helper in helpers):
-        helpers.insert(0, _LEAVES)
-    helpers += [
-        definition
-        for container, definition in _CONTAINERS.items()
-        if any(p.is_container and p.container == container for p in program.params)
-    ]
-    return "\n".join([*helpers, text])
+    written = [p.name for p in program.params if p.written]
+    if written:
+        lines.append(f"def program({params}):")
+        lines.append(f"    return f{len(program.tower)}({params}), {', '.join(written)}")
+    else:
+        lines.append(f"program = f{len(program.tower)}")
+    arguments = "".join(p.filled(["", ""]) for p in program.params if p.is_container)
+    gradients = "with_gradients(" if "gradients" in program.circumstances else ""
+    return with_helpers("\n".join(lines) + "\n", arguments + gradients)
 
 
 def captured_text(program: Program, call: int) -> dict[str, str]:
@@ -448,4 +445,9 @@ def call_text(program: Program, call: int, function: str = "program") -> str:
         f"{p.name}={text}" if p.name in program.keywords else text
         for p, text in zip(program.params, arguments_text(program, call), strict=True)
     ]
-    return f"{function}({', '.join(parts)})"
+    text = f"{function}({', '.join(parts)})"
+    if any(leaf.layout == SHARED for p in program.params for leaf in p.leaves):
+        size = max(map(int, re.findall(r"buffer\[\d+:(\d+)\]", text)))
+        numbers = f"torch.arange({size}, dtype=torch.float64)"
+        return f"(lambda buffer: {text})(({numbers} * 0.7 + {program.calls[call]}).sin())"
+    return text

@@ -76,7 +76,8 @@ def vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         dims = _dims_of_call(func, in_dims, args, kwargs)
-        sizes = {x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None}
+        pairs = [*zip(leaves, dims, strict=True)]
+        sizes = {x.shape[d] for x, d in pairs if d is not None and x is not None}
         (count,) = sizes or {axis_size}
         state = torch.get_rng_state()
 
@@ -85,8 +86,8 @@ def vmap(
             if randomness == "same":
                 torch.set_rng_state(state)
             parts = [
-                x if d is None else (x.select(d, i) if count else _made_up(x, d))
-                for x, d in zip(leaves, dims, strict=True)
+                x if d is None or x is None else (x.select(d, i) if count else _made_up(x, d))
+                for x, d in pairs
             ]
             own_args, own_kwargs = pytree.tree_unflatten(parts, spec)
             return func(*own_args, **own_kwargs)
@@ -184,13 +185,71 @@ def _stacked(values: Sequence[Any], dim: int | None, count: int | None) -> Any:
     return whole if count else whole.narrow(dim, 0, 0)
 
 
-def _inputs(tree: Any) -> tuple[list[torch.Tensor], Any, Any]:
-    """Return copies of the inputs to differentiate by, and their tree."""
+def _tensors(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
+    """Return the tensors of a tree, and the function that puts others in their places."""
     leaves, spec = pytree.tree_flatten(tree)
-    fresh = [
-        x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_() for x in leaves
-    ]
-    return fresh, spec, pytree.tree_unflatten(fresh, spec)
+
+    def filled(values: Sequence[Any]) -> Any:
+        rest = iter(values)
+        return pytree.tree_unflatten([x if x is None else next(rest) for x in leaves], spec)
+
+    return [x for x in leaves if x is not None], filled
+
+
+class _Recorded:
+    """A function that ran with grad mode on, its inputs and its results.
+
+    With grad mode off around it, a derivative has its value and is a constant.
+    """
+
+    def __init__(self, func: Function, has_aux: bool, primals: Any, place: Any) -> None:
+        """Run the function.
+
+        Args:
+            func: the function.
+            has_aux: True if the second part of its result is auxiliary.
+            primals: the tree to differentiate by.
+            place: returns the positional arguments, from other primals.
+        """
+        tensors, self.filled = _tensors(primals)
+        with torch.enable_grad():
+            self.inputs = [
+                x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
+                for x in tensors
+            ]
+            output = func(*place(self.filled(self.inputs)))
+        out, aux = (output[0], (output[1],)) if has_aux else (output, ())
+        self.outputs, self.filled_outputs = _tensors(out)
+        # torch.func and tsfunc refuse derivatives of a function without outputs.
+        assert self.outputs
+        self.out, self.aux = _kept(out), _kept(aux)
+
+    def pull(self, cotangents: Any) -> Any:
+        """Return the product of cotangents with the Jacobian."""
+        found = _directions(cotangents, self.outputs)
+        return self.filled(_pull(self.outputs, self.inputs, found))
+
+    def push(self, tangents: Any) -> Any:
+        """Return the product of the Jacobian with tangents: pulling is linear, so transpose it."""
+        with torch.enable_grad():
+            duals = [torch.full_like(x, 0.5, requires_grad=True) for x in self.outputs]
+            pulled = _pull(self.outputs, self.inputs, duals)
+        return self.filled_outputs(_pull(pulled, duals, _directions(tangents, self.inputs)))
+
+
+def _directions(tree: Any, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a tree of tangents or cotangents, which are as their values are."""
+    found, _ = _tensors(tree)
+    for x, value in zip(found, like, strict=True):
+        assert x.shape == value.shape and x.dtype == value.dtype
+    return found
+
+
+def _kept(tree: Any) -> Any:
+    """Return the tree; with grad mode off, as constants."""
+    if torch.is_grad_enabled():
+        return tree
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def _pull(
@@ -209,7 +268,8 @@ def _pull(
             create_graph=True,
             allow_unused=True,
         )
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    pulled = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    return list(_kept(pulled))
 
 
 def _with(args: Sequence[Any], names: Sequence[int], new: Sequence[Any]) -> list[Any]:
@@ -226,15 +286,27 @@ def grad_and_value(
 
     @functools.wraps(func)
     def both(*args: Any, **kwargs: Any) -> Any:
-        names = (argnums,) if isinstance(argnums, int) else argnums
-        inputs, spec, chosen = _inputs([args[name] for name in names])
-        out = func(*_with(args, names, chosen), **kwargs)
-        value = out[0] if has_aux else out
+        ran = _recorded(func, argnums, has_aux, args, kwargs)
+        (value,) = ran.outputs
         assert value.dim() == 0
-        found = pytree.tree_unflatten(_pull([value], inputs, [torch.ones_like(value)]), spec)
+        found = ran.pull([torch.ones_like(value)])
+        out = (ran.out, *ran.aux) if has_aux else ran.out
         return (found[0] if isinstance(argnums, int) else tuple(found)), out
 
     return both
+
+
+def _recorded(
+    func: Function, argnums: int | tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
+) -> _Recorded:
+    """Run a function that is differentiated by some of its arguments."""
+    names = (argnums,) if isinstance(argnums, int) else argnums
+
+    def called(*args: Any) -> Any:
+        return func(*args, **kwargs)
+
+    primals = [args[name] for name in names]
+    return _Recorded(called, has_aux, primals, lambda new: _with(args, names, new))
 
 
 def value_and_grad(
@@ -260,45 +332,24 @@ def grad(func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
     return gradient
 
 
-def _split(output: Any, has_aux: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return the output, and a tuple with the auxiliary part if there is one.
-
-    torch.func and tsfunc refuse derivatives of a function without outputs.
-    """
-    out, aux = (output[0], (output[1],)) if has_aux else (output, ())
-    assert pytree.tree_leaves(out)
-    return out, aux
-
-
 def vjp(func: Function, *primals: Any, has_aux: bool = False) -> Any:
     """Return the value, the pullback and the auxiliary part."""
-    inputs, spec, chosen = _inputs(primals)
-    out, aux = _split(func(*chosen), has_aux)
-    outputs = pytree.tree_leaves(out)
-
-    def pullback(cotangents: Any) -> Any:
-        return pytree.tree_unflatten(_pull(outputs, inputs, pytree.tree_leaves(cotangents)), spec)
-
-    return (out, pullback, *aux)
+    ran = _Recorded(func, has_aux, primals, lambda new: new)
+    return (ran.out, ran.pull, *ran.aux)
 
 
 def jvp(
     func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False
 ) -> Any:
-    """Return the value and the pushforward: the transpose of the pullback, which is linear."""
-    inputs, _, chosen = _inputs(primals)
-    out, aux = _split(func(*chosen), has_aux)
-    outputs, spec = pytree.tree_flatten(out)
-    duals = [torch.full_like(x, 0.5, requires_grad=True) for x in outputs]
-    pulled = _pull(outputs, inputs, duals)
-    pushed = pytree.tree_unflatten(_pull(pulled, duals, pytree.tree_leaves(tangents)), spec)
-    return (out, pushed, *aux)
+    """Return the value, the pushforward and the auxiliary part."""
+    ran = _Recorded(func, has_aux, primals, lambda new: new)
+    return (ran.out, ran.push(tangents), *ran.aux)
 
 
 def linearize(func: Function, *primals: Any, has_aux: bool = False) -> Any:
     """Return the value, the pushforward at these primals, and the auxiliary part."""
-    out, aux = _split(func(*primals), has_aux)
-    return out, lambda *tangents: jvp(func, primals, tangents, has_aux)[1], *aux
+    ran = _Recorded(func, has_aux, primals, lambda new: new)
+    return (ran.out, lambda *tangents: ran.push(tangents), *ran.aux)
 
 
 def jacrev(
@@ -319,25 +370,24 @@ def _jacobian(
 
     @functools.wraps(func)
     def jacobian(*args: Any) -> Any:
-        names = (argnums,) if isinstance(argnums, int) else argnums
-        inputs, spec, chosen = _inputs([args[name] for name in names])
-        out, aux = _split(func(*_with(args, names, chosen)), has_aux)
-        outputs, out_spec = pytree.tree_flatten(out)
+        ran = _recorded(func, argnums, has_aux, args, {})
         blocks = []
-        for out in outputs:
-            rows = [_pull([y], inputs, [torch.ones_like(y)]) for y in out.reshape(-1)]
+        for out in ran.outputs:
+            with torch.enable_grad():
+                entries = out.reshape(-1).unbind()
+            rows = [_pull([y], ran.inputs, [torch.ones_like(y)]) for y in entries]
             found = [
                 torch.stack([row[k] for row in rows]).reshape(out.shape + x.shape)
                 if rows
                 else x.new_zeros(out.shape + x.shape)
-                for k, x in enumerate(inputs)
+                for k, x in enumerate(ran.inputs)
             ]
             if forward and out.is_floating_point():
                 found = [block.to(out.dtype) for block in found]
-            tree = pytree.tree_unflatten(found, spec)
+            tree = ran.filled(found)
             blocks.append(tree[0] if isinstance(argnums, int) else tuple(tree))
-        found = pytree.tree_unflatten(blocks, out_spec)
-        return (found, *aux) if has_aux else found
+        found = ran.filled_outputs(blocks)
+        return (found, *ran.aux) if has_aux else found
 
     return jacobian
 
@@ -351,7 +401,12 @@ def jacfwd(
 
 def hessian(func: Function, argnums: int | tuple[int, ...] = 0) -> Function:
     """Return the Jacobian of the Jacobian."""
-    return jacrev(jacrev(func, argnums), argnums)
+    return jacfwd(jacrev(func, argnums), argnums)
+
+
+def remat(func: Function, x: Any) -> Any:
+    """Call the function: stands for torch's checkpoint."""
+    return func(x)
 
 
 def checkpoint(func: Function, **_: Any) -> Function:
@@ -379,11 +434,16 @@ def switch(index: Any, branches: Sequence[Function], *args: Any) -> Any:
     return branches[min(max(int(index), 0), len(branches) - 1)](*args)
 
 
+def _copies(tree: Any) -> Any:
+    """Return copies: a body of a loop may write into its arguments."""
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+
 def while_loop(cond_fun: Function, body_fun: Function, init_val: Any, **_: Any) -> Any:
     """Run Python's ``while``."""
     carry = init_val
     while bool(cond_fun(carry)):
-        carry = body_fun(carry)
+        carry = body_fun(_copies(carry))
     return carry
 
 
@@ -391,7 +451,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Function, init_val: Any, **_: An
     """Run Python's ``for``."""
     carry = init_val
     for i in range(int(lower), int(upper)):
-        carry = body_fun(torch.tensor(i), carry)
+        carry = body_fun(torch.tensor(i), _copies(carry))
     return carry
 
 
@@ -414,14 +474,14 @@ def scan(
     slices = _slices(xs, dim)
     ys = []
     for x in reversed(slices) if reverse else slices:
-        init, y = f(init, x)
+        init, y = f(_copies(init), _copies(x))
         ys.append(y)
     return init, _stack_trees(ys[::-1] if reverse else ys, dim)
 
 
 def map(f: Function, xs: Any, *args: Any, **_: Any) -> Any:
     """Loop by Python over the first dim."""
-    return _stack_trees([f(x, *args) for x in _slices(xs, 0)], 0)
+    return _stack_trees([f(_copies(x), *args) for x in _slices(xs, 0)], 0)
 
 
 def associative_scan(fn: Function, elems: Any, reverse: bool = False, axis: int = 0) -> Any:

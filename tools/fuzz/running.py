@@ -24,7 +24,7 @@ import tsfunc
 from tools.fuzz import reference, work
 from tools.fuzz.circumstances import CHANGES, FLOAT32, GRADIENTS, around
 from tools.fuzz.formulas import Formulas
-from tools.fuzz.program import Program, call_text, captured_text, source
+from tools.fuzz.program import SHARED, Program, call_text, captured_text, source
 from tools.fuzz.refusals import refused
 
 OK, REFUSED, SKIPPED = "ok", "refused", "skipped"
@@ -68,6 +68,8 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
         "collections": collections, "dataclasses": dataclasses,
     }  # fmt: skip
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
+    if module is reference and "remat" in scope:
+        scope["remat"] = reference.remat
     if module is reference and "Record" in scope:  # torch's pytrees take the containers apart
         pytree.register_dataclass(scope["Record"])
     return scope
@@ -97,11 +99,18 @@ def _results(program: Program, module: Any, shaken: float) -> list[Any]:
 def _result(program: Program, scope: dict[str, Any], call: int, module: Any, shaken: float) -> Any:
     circumstance = program.circumstance(call)
 
-    def changed(x: Any) -> Any:
+    def changed(x: Any, shares: bool = False) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return x
-        x = _shake(x, shaken) if shaken else x
+        if shaken:
+            noisy = _shake(x, shaken)
+            x = x.copy_(noisy) if shares else noisy
         return x.float() if circumstance == FLOAT32 else x
+
+    shared = iter([leaf.layout == SHARED for p in program.params for leaf in p.leaves])
+
+    def argument(x: Any) -> Any:
+        return changed(x, next(shared)) if isinstance(x, torch.Tensor) else x
 
     for name, text in captured_text(program, call).items():
         before = program.circumstance(call - 1)
@@ -111,7 +120,7 @@ def _result(program: Program, scope: dict[str, Any], call: int, module: Any, sha
     args, kwargs = eval(call_text(program, call, "_Arguments"), {
         **scope, "_Arguments": lambda *args, **kwargs: (args, kwargs),
     })  # fmt: skip
-    args, kwargs = _mapped(changed, args), _mapped(changed, kwargs)
+    args, kwargs = _mapped(argument, args), _mapped(argument, kwargs)
     function = scope["program"]
     if circumstance == GRADIENTS:
         function = functools.partial(scope["with_gradients"], function, captured)
@@ -197,8 +206,9 @@ def compared(program: Program, expected: list[Any]) -> Verdict:
         if isinstance(error, RecursionError):
             return Verdict(RAISES, "RecursionError", str(error))
         return Verdict(RAISES, cause_of(error), _text(error))
+    single = program.single
     for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        difference = different(ours, theirs, program.circumstance(call) == FLOAT32)
+        difference = different(ours, theirs, single or program.circumstance(call) == FLOAT32)
         if difference:
             detail = f"call {call} ({program.circumstance(call)}): {difference[1]}"
             return Verdict(WRONG, difference[0], detail)
@@ -277,7 +287,7 @@ def different(ours: Any, theirs: Any, single: bool = False) -> tuple[str, str] |
             return "dtype", f"leaf {place}: {a.dtype}, expected {b.dtype}"
         rtol, atol = RTOL, ATOL
         if single:
-            rtol, atol = 0.0, 1e-2 * _scale(b)
+            rtol, atol = 0.0, 1e-2 * _scale(b.to(torch.complex128))
         if not torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
             by = float((a.double() - b.double()).abs().max()) if not a.is_complex() else math.nan
             return "numbers", f"leaf {place}: off by {by:.3g}"

@@ -6,7 +6,7 @@ import random
 
 from tools.fuzz import reference
 from tools.fuzz.circumstances import CHANGES, PLAIN, draw_circumstances
-from tools.fuzz.program import PARTS, Parameter, Program, Transform
+from tools.fuzz.program import NAME, SHARED, Parameter, Program, Transform
 from tools.fuzz.running import results
 from tools.fuzz.work import TooMuchWorkError
 
@@ -40,12 +40,24 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
     """Return the program with a tower of one to four transforms, and its calls."""
     depth = rng.choice([1, 1, 2, 2, 3, 3, 4])
     floats = [
-        i for i, p in enumerate(program.params) if all(leaf.kind == "float" for leaf in p.leaves)
+        i
+        for i, p in enumerate(program.params)
+        if not p.written
+        and not p.has_none
+        and all(leaf.kind in ("float", "single") for leaf in p.leaves)
     ]
+    # A checkpoint repeats writes into arguments, and examples that share memory see each other's.
+    written = any(p.written for p in program.params)
+    leaves = [leaf for p in program.params for leaf in p.leaves]
+    without = {"checkpoint"} if written else set()
+    if written and any(leaf.layout == SHARED for leaf in leaves):
+        without.add("vmap")
     tower: list[Transform] = []
     order = jacobians = 0
     while len(tower) < depth:
         kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+        if kind in without:
+            continue
         if kind in _DERIVATIVES:
             if not floats or order + _ORDER.get(kind, 1) > _MOST_ORDER:
                 continue
@@ -69,7 +81,7 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
                 continue
             if any(step.kind == kind for step in tower):
                 continue
-            tower.append(Transform(kind))
+            tower.append(Transform(kind, form=rng.choice(["", "buffers"])))
         elif kind == "specialize":
             tower.append(_specialize(rng, program, tuple(tower), inductor))
         else:
@@ -122,9 +134,10 @@ def _vmap(rng: random.Random, program: Program, below: tuple[Transform, ...]) ->
         for at, leaf in enumerate(leaf for p in program.params for leaf in p.leaves)
     ]
     mapped: list[int | None] = []
-    for rank in ranks:
+    written = [p.written for p in program.params for _ in p.leaves]
+    for rank, every in zip(ranks, written, strict=True):
         where = rng.random()
-        if where < 0.2:
+        if where < 0.2 and not every:
             mapped.append(None)
         elif where < 0.4:
             mapped.append(0)
@@ -137,7 +150,7 @@ def _vmap(rng: random.Random, program: Program, below: tuple[Transform, ...]) ->
     sizes = (first, rng.choice([first, 4, 3, 2]), rng.choice([first, 5, 2]))
     options: list[tuple[str, str]] = []
     if rng.random() < 0.3:
-        options.append(("out_dims", rng.choice(["-1", "0"])))
+        options.append(("out_dims", _out_dims(rng, program, below)))
     if rng.random() < 0.2:
         options.append(("chunk_size", rng.choice(["1", "2", "4"])))
     if rng.random() < 0.2:
@@ -146,6 +159,14 @@ def _vmap(rng: random.Random, program: Program, below: tuple[Transform, ...]) ->
         options.append(("data_dependent", '"split"'))
     form = "names" if rng.random() < 0.2 else ""
     return Transform("vmap", tuple(mapped), sizes, options=tuple(options), form=form)
+
+
+def _out_dims(rng: random.Random, program: Program, below: tuple[Transform, ...]) -> str:
+    """Return a dim, or a tree of dims in the form of the function's result."""
+    same = all(step.kind in ("vmap", "checkpoint", "specialize") for step in below)
+    if not same or "*" in program.result or rng.random() < 0.3:
+        return rng.choice(["-1", "0"])
+    return NAME.sub(lambda _: rng.choice(["-1", "0"]), program.result)
 
 
 def _specialize(
@@ -181,11 +202,7 @@ def _descriptors(rng: random.Random, program: Program, below: tuple[Transform, .
         metas = [f"tsfunc.MetaTensorType([{', '.join(shape)}])" for shape in parts]
         if parameter.is_container and parameter.container != "dict":
             continue
-        if parameter.is_container:
-            pairs = (f'"{key}": {meta}' for key, meta in zip(PARTS, metas, strict=False))
-            texts.append(f'"{parameter.name}": {{{", ".join(pairs)}}}')
-        else:
-            texts.append(f'"{parameter.name}": {metas[0]}')
+        texts.append(f'"{parameter.name}": {parameter.filled(metas)}')
     return texts
 
 

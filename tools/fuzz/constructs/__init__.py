@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from tools.fuzz.constructs import arithmetic, layers, views
+from tools.fuzz.constructs import arithmetic, dtypes, layers, views
 from tools.fuzz.constructs.control_flow import associative, choice, loop, map_, scan, while_
 from tools.fuzz.constructs.indexing import (
     by_argument,
@@ -22,7 +22,7 @@ from tools.fuzz.constructs.indexing import (
     selected,
     take,
 )
-from tools.fuzz.constructs.nested import collective, nested
+from tools.fuzz.constructs.nested import collective, nested, pulled
 from tools.fuzz.constructs.writes import (
     factory,
     scatter,
@@ -59,6 +59,10 @@ CONSTRUCTS: dict[str, list[Construct]] = {
     "loops": [loop, while_],
     "scan and map": [scan, map_, associative],
     "nested transforms": [nested],
+    "dtypes": dtypes.PROMOTION,
+    "complex": dtypes.COMPLEX,
+    "functions": dtypes.FUNCTIONS,
+    "pullbacks": [pulled],
     "collectives": [collective],
 }  # fmt: skip
 
@@ -66,7 +70,7 @@ CONSTRUCTS: dict[str, list[Construct]] = {
 # list.
 PLAIN_CONSTRUCTS = (
     "elementwise", "elementwise", "elementwise", "reductions", "views", "products", "indexing",
-    "writes", "norms and losses", "sorting",
+    "writes", "norms and losses", "sorting", "dtypes", "complex", "functions",
 )  # fmt: skip
 BLOCK_CONSTRUCTS = (
     *PLAIN_CONSTRUCTS,
@@ -74,6 +78,7 @@ BLOCK_CONSTRUCTS = (
     "loops",
     "scan and map",
     "nested transforms",
+    "pullbacks",
 )
 
 

@@ -58,11 +58,16 @@ def choice(d: Draw) -> None:
         d.let(f"{name} + 1")
 
 
+def writes(d: Draw, *params: str) -> list[str]:
+    """Return the parameters that a loop's body may write into: they are copies."""
+    return [name for name in params if d.chance(0.4)]
+
+
 def loop(d: Draw) -> None:
     x = d.float()
     shape = d.shape(x)
     p, i = f"p{d.taken + 1}", f"i{d.taken + 1}"
-    body = d.block("step", {i: torch.tensor(1), p: d.env[x]}, 2, shaped(d, shape))
+    body = d.block("step", {i: torch.tensor(1), p: d.env[x]}, 2, shaped(d, shape), writes(d, p))
     bounded = Block(body.name, body.params, body.body, f"({body.result}).sin()")
     lower, upper = d.pick(
         ("0", "2"), ("0", "3"), ("1", "3"), ("0", f"1 + ({d.float()}.sum() * 3).abs().long() % 3")
@@ -75,7 +80,7 @@ def while_(d: Draw) -> None:
     shape = d.shape(x)
     p = f"p{d.taken + 1}"
     most = d.rng.choice([1, 2, 3])
-    body = d.block("step", {p: d.env[x]}, 2, shaped(d, shape))
+    body = d.block("step", {p: d.env[x]}, 2, shaped(d, shape), writes(d, p))
     limit = d.number()
     test = Block(
         f"test{d.taken}",
@@ -103,7 +108,7 @@ def scan(d: Draw) -> None:
         raise RejectedError("no steps")
     p, q = f"p{d.taken + 1}", f"q{d.taken + 1}"
     sample = {p: d.env[carry], q: d.env[xs].select(dim, 0)}
-    body = d.block("step", sample, 2, shaped(d, d.shape(carry)))
+    body = d.block("step", sample, 2, shaped(d, d.shape(carry)), writes(d, p, q))
     stacked = d.pick(p, q, f"{p}.sum() * {q}", f"{p} + {q}.sum()")
     both = Block(body.name, body.params, body.body, f"(({body.result}).sin(), {stacked})")
     reverse = d.pick("", ", reverse=True")
@@ -119,7 +124,7 @@ def map_(d: Draw) -> None:
         raise RejectedError("no steps")
     p = f"p{d.taken + 1}"
     sample = d.env[xs].select(0, 0)
-    body = d.block("each", {p: sample}, 2, shaped(d, tuple(sample.shape)))
+    body = d.block("each", {p: sample}, 2, shaped(d, tuple(sample.shape)), writes(d, p))
     size = d.pick("", "", ", batch_size=2")
     d.let(f"tsfunc.map({body.name}, {xs}{size})", (body,))
 
