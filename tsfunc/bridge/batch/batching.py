@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from tsfunc.bridge.batch.empty_batches import may_fail_on_empty_batch, run_on_made_up_example
 from tsfunc.bridge.batch.fallback import without_rule, write_out
@@ -88,8 +89,10 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 def _detached_operand(value: Any) -> Any:
     """Return an argument as a level that detaches operands uses it."""
-    outside = isinstance(value, torch.Tensor) and not isinstance(value, Tracer)
-    return value.detach() if outside and value.requires_grad else value
+    if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or not value.requires_grad:
+        return value
+    with DisableTorchFunction():  # a trace around the level would read the tensor with its graph
+        return value.detach()
 
 
 def _by_rule(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._C import DisableTorchFunction
 
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap
@@ -35,7 +36,10 @@ class _LinearLevel(BatchLevel):
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         # Rules of the user may also use tensors that the recorded function does not depend on.
         saved = not isinstance(value, Tracer) and not autograd.reaches_active_leaves(value)
-        return super().lift(autograd.detached(value) if saved else value)
+        if saved:
+            with DisableTorchFunction():  # a trace around the level would read its graph
+                value = autograd.detached(value)
+        return super().lift(value)
 
     def handles_factory(self, name: str, random: bool) -> bool:
         return False
