@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tsfunc import grad, jvp, pytrees, vmap
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.call_plans import CallPlan, PlanStep
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, CallPlan, PlanStep
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.recipes import record_recipes
 from tsfunc.ops import fixed
@@ -239,6 +239,14 @@ STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "gather": lambda x, w, n: x.gather(1, x.argsort(1)),
     "einsum": lambda x, w, n: torch.einsum("ij,jk->ik", x, w),
     "clamp": lambda x, w, n: x.clamp(-1.0, n / 2),
+    "detach": lambda x, w, n: x * torch.detach(x.cos()) + x.detach()[0],
+    "default": lambda x, w, n: x.tril(n) + x.cumsum(n).triu(),
+    "keywords": lambda x, w, n: x - x.mean(dim=n, keepdim=True) * x.std(n, correction=n),
+    "several": lambda x, w, n: x - x.max(n, keepdim=True).values + torch.cummin(x, n)[0],
+    "list": lambda x, w, n: x + torch.cat(x.unbind(n)).view(4, 4) + x.diagonal(n).norm(),
+    "cast": lambda x, w, n: x.to(torch.float64).double().to(x.dtype) * x.float()[n],
+    "pad": lambda x, w, n: F.pad(x, (n, 1), value=0.5)[:, n : n + 4],
+    "dropout": lambda x, w, n: F.dropout(x.sin(), 0.5, False),
 }
 
 
@@ -350,7 +358,7 @@ def test_compiled_handlers_agree_with_the_python_ones(transform: str) -> None:
             if transform in ("value", "grad", "grad outside"):
                 args[1] = args[1].detach()[0].requires_grad_(args[1].requires_grad)
             mode = rng.choice(["plain", "plain", *MODES])
-            for _ in range(rng.choice((1, 4))):  # planned, seen, recorded, repeated
+            for _ in range(rng.choice((1, 4, 6))):  # planned, seen, recorded, repeated
                 found = outcome(f, args, mode)
             with compiled.paused():
                 expected = outcome(f, args, mode)
@@ -380,6 +388,19 @@ def counting(*functions: Any) -> Iterator[list[str]]:
         yield calls
     finally:
         sys.setprofile(None)
+
+
+@built
+def test_the_plan_of_a_function_keeps_the_recipes_of_its_operator() -> None:
+    FUNCTION_PLANS.pop(torch.trace, None)
+    operator_of(torch.ops.aten.trace.default).plans = None
+    f, x = vmap(torch.trace), torch.randn(5, 3, 3)
+    for _ in range(5):
+        found = f(x)
+    kept = FUNCTION_PLANS[torch.trace]
+    assert kept is not None
+    assert [plan.recipes is not None for plan in kept.plans.values()] == [True]
+    torch.testing.assert_close(found, x.diagonal(0, 1, 2).sum(-1))
 
 
 @built

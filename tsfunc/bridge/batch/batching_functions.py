@@ -248,6 +248,7 @@ def _with_own_arguments() -> Iterator[tuple[str, Iterable[Any], Rule, bool]]:
     yield "aten::t aten::transpose.int", transposes, _transposed_matrix, True
     for name in ("real", "imag"):
         yield f"aten::{name}", _getters(name), _part(_rule_of(f"aten::{name}")), True
+    yield "aten::detach", (_T.detach, torch.detach), pointwise, True
     for name in _CASTS:
         yield "aten::to.dtype", (getattr(_T, name),), _cast(getattr(torch, name)), False
 

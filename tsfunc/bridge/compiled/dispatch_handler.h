@@ -22,6 +22,32 @@ bool is_batched_throughout(PyObject* value) {
   return value != nullptr && THPVariable_CheckExact(value);
 }
 
+// True if the kernel of a call's level may run in C++.
+bool may_run_kernel(const Call& call, PyObject* state) {
+  return reaches(state, call.level) &&
+      !call.function_subclass &&  // its handler takes Python's functions
+      (at::GradMode::is_enabled() || !c10::InferenceMode::is_enabled()) &&
+      slot(slot(call.level, slots.torch_state), slots.in_modes) != Py_True;
+}
+
+// The state of the thread and of torch in the kernel of a call's level, for a block.
+class InKernel {
+ public:
+  InKernel(const Call& call, PyObject* state)
+      : state_(kernel_state(call.level)), captured_(call.level), keys_(captured_.key_sets),
+        mode_(captured_.grad_mode) {
+    if (!needs_no_state(call, captured_.key_sets.included_)) under_.emplace(state, state_.get());
+  }
+  PyObject* state() const { return state_.get(); }
+
+ private:
+  Owned state_;
+  Captured captured_;
+  c10::impl::ForceDispatchKeyGuard keys_;
+  c10::AutoGradMode mode_;
+  std::optional<UnderState> under_;
+};
+
 // The dispatch handler of one operator.
 class DispatchHandler : public c10::OperatorKernel {
  public:
@@ -62,6 +88,41 @@ class DispatchHandler : public c10::OperatorKernel {
       py::gil_scoped_release no_gil;
       op.callBoxed(&values);
     }
+  }
+
+  // Repeat the operator's recipe for a function's call that a level takes. The values are those of
+  // the operator's arguments, and tracers() is the stack of these. The function's plan keeps the
+  // recipes of the operator's plans that its calls have run; null for a call that was seen once.
+  // Return the results in a class, or a tuple; null where torch is to call the operator.
+  template <class F>
+  Owned repeat(
+      PyObject* plan, const Call& call, PyObject* state, const Stack& values, F tracers,
+      PyObject* cls) {
+    Seen seen;
+    if (!is_set(slot(op_, slots.direct_rule)) || !is_set(slot(op_, slots.operator_plans)) ||
+        PyTuple_GET_SIZE(slot(op_, slots.written)) != 0 ||
+        slot(call.level, slots.detaches_operands) == Py_True || !may_run_kernel(call, state) ||
+        !may_repeat(call, values, seen))
+      return Owned();
+    Recipes& recipes = recipes_of(plan);
+    size_t hash = seen.hash();
+    std::shared_ptr<const Recipe> recipe = find_recipe(recipes, hash, seen);
+    if (recipe == nullptr) {
+      recipe = recipe_of_operator(recipes, hash, seen, tracers);
+      if (recipe == nullptr) return Owned();
+    }
+    std::vector<at::Tensor> made;
+    try {
+      InKernel kernel(call, state);
+      made = replay(*recipe, std::move(seen.tensors), call, kernel.state());
+    } catch (const c10::Error&) {
+      return Owned();  // the rule raises the error of one example
+    } catch (python_error& error) {
+      error.restore();
+      if (is_users_error(call)) raise();
+      return Owned();
+    }
+    return recipe->wrapped(made, call.level, cls);
   }
 
  private:
@@ -108,20 +169,12 @@ class DispatchHandler : public c10::OperatorKernel {
     OperatorCall call;
     if (!is_plain(state) || !call.unwrap(op, schema_of(op), *stack)) return false;
     PyObject* level = call.level;
-    if (!is_ready(level) || !reaches(state.get(), level)) return false;
-    if (call.function_subclass) return false;  // its handler takes Python's functions
-    if (!at::GradMode::is_enabled() && c10::InferenceMode::is_enabled()) return false;
-    if (slot(slot(level, slots.torch_state), slots.in_modes) == Py_True) return false;
+    if (!is_ready(level) || !may_run_kernel(call, state.get())) return false;
     PyObject* found = find_plan(slot(op_, slots.operator_plans), slots.plans, call);
     if (found == nullptr || !may_write(found, level)) return false;
     Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
-    Owned below = kernel_state(level);
-    Captured captured(level);
-    std::optional<UnderState> under;
-    if (!needs_no_state(call, captured.key_sets.included_)) under.emplace(state.get(), below.get());
-    c10::impl::ForceDispatchKeyGuard guard(captured.key_sets);
-    c10::AutoGradMode mode(captured.grad_mode);
-    std::optional<Stack> results = run_steps(op, plan.get(), call, below.get());
+    InKernel kernel(call, state.get());
+    std::optional<Stack> results = run_steps(op, plan.get(), call, kernel.state());
     if (!results.has_value()) return false;
     return_results(op, stack, std::move(*results));
     return true;
@@ -164,57 +217,65 @@ class DispatchHandler : public c10::OperatorKernel {
     return values;
   }
 
-  // Run a rule's recipe for the values of a call: NOTE [recipes].
-  std::optional<Stack> run_recipe(
-      const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
-    if (!is_set(slot(plan, slots.rule)) || !call.strided || batch_size(call.level) <= 0 ||
-        any_autocast() || at::impl::PythonTorchFunctionTLS::stack_len() != 0)
-      return std::nullopt;
-    Seen seen;
-    if (!seen.read(call.values)) return std::nullopt;
+  // True if a recipe may serve a call, whose values are read.
+  static bool may_repeat(const Call& call, const Stack& values, Seen& seen) {
+    if (!call.strided || batch_size(call.level) <= 0 || any_autocast() ||
+        at::impl::PythonTorchFunctionTLS::stack_len() != 0 || !seen.read(values))
+      return false;
     if (call.outer_tracers)
       for (const at::Tensor& value : seen.tensors)
         if (value.key_set().has(c10::DispatchKey::Python) &&
             !is_batched_throughout(checked(THPVariable_Wrap(value)).get()))
-          return std::nullopt;
+          return false;
+    return true;
+  }
+
+  // Let a function's plan keep the recipe of the operator's plan for a call, and return it, or null.
+  template <class F>
+  std::shared_ptr<const Recipe> recipe_of_operator(
+      Recipes& recipes, size_t hash, const Seen& seen, F tracers) {
+    auto kept = recipes.find(hash);
+    const bool known = kept != recipes.end();
+    if (known && kept->second != nullptr) return nullptr;  // it does not serve the call
+    OperatorCall call;
+    if (!call.unwrap(handle(), schema_of(handle()), tracers())) return nullptr;
+    PyObject* plan = find_plan(slot(op_, slots.operator_plans), slots.plans, call);
+    if (plan == nullptr) return nullptr;
+    Recipes& own = recipes_of(plan);
+    auto found = own.find(hash);
+    std::shared_ptr<const Recipe> recipe;
+    if (found != own.end())
+      recipe = found->second;
+    else if (known)
+      recipe = std::make_shared<Recipe>(seen);  // the operator's plan has run, and makes no recipe
+    keep_recipe(recipes, hash, recipe);
+    return recipe == nullptr ? nullptr : find_recipe(recipes, hash, seen);
+  }
+
+  // Run a rule's recipe for the values of a call: NOTE [recipes].
+  std::optional<Stack> run_recipe(
+      const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
+    Seen seen;
+    if (!is_set(slot(plan, slots.rule)) || !may_repeat(call, call.values, seen)) return std::nullopt;
     Recipes& recipes = recipes_of(plan);
     size_t hash = seen.hash();
     auto found = recipes.find(hash);
     if (found == recipes.end()) {
-      if (recipes.size() >= kMostRecipes) recipes.clear();  // other threads own those that they run
-      recipes[hash] = nullptr;
+      keep_recipe(recipes, hash, nullptr);
       return std::nullopt;
     }
-    std::shared_ptr<const Recipe> recipe = found->second;
-    if (recipe == nullptr) {
-      recipe = record(op, plan, call, seen, state);
-      recipes[hash] = recipe;
-    }
-    if (!recipe->usable || !recipe->fits(seen)) return std::nullopt;
-    std::vector<at::Tensor> values = std::move(seen.tensors);
-    replay(*recipe, values, call, state);
+    if (found->second == nullptr)
+      keep_recipe(recipes, hash, record(op, plan, call, seen, state));
+    std::shared_ptr<const Recipe> recipe = find_recipe(recipes, hash, seen);
+    if (recipe == nullptr) return std::nullopt;
+    std::vector<at::Tensor> values = replay(*recipe, std::move(seen.tensors), call, state);
     if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
-    auto wrapped = [&](const Result& part) {
-      bool defined = part.value >= 0 && values[part.value].defined();
-      return defined ? wrap_tensor(values[part.value], part.bdim.get(), call.level) : at::Tensor();
-    };
-    Stack results;
-    for (size_t i = 0; i < recipe->results.size(); ++i) {
-      const std::vector<Result>& parts = recipe->results[i];
-      if (op.schema().returns()[i].real_type()->kind() == c10::TypeKind::TensorType) {
-        results.push_back(wrapped(parts[0]));
-        continue;
-      }
-      c10::List<at::Tensor> list;
-      for (const Result& part : parts) list.push_back(wrapped(part));
-      results.emplace_back(std::move(list));
-    }
-    return results;
+    return recipe->wrapped(values, call.level);
   }
 
   // Call the operators of a recipe. The values are those of the arguments, and then all results.
-  static void replay(
-      const Recipe& recipe, std::vector<at::Tensor>& values, const Call& call, PyObject* state) {
+  static std::vector<at::Tensor> replay(
+      const Recipe& recipe, std::vector<at::Tensor> values, const Call& call, PyObject* state) {
     for (const RecipeStep& step : recipe.steps) {
       Stack stack(step.arguments);
       for (const Use& use : step.uses) {
@@ -227,6 +288,7 @@ class DispatchHandler : public c10::OperatorKernel {
         each_result(result, [&](const at::Tensor& tensor) { values.push_back(tensor); });
       for (int value : step.last) values[value] = at::Tensor();
     }
+    return values;
   }
 
   // Record the calls of a plan's rule, on values with the same metadata.

@@ -31,6 +31,14 @@ DispatchHandler* parsed_operator(PyObject* plan) {
   return handler_of(slot(form, slots.form_operator));
 }
 
+// The values of a call as the arguments of its operator.
+Stack stack_of_values(DispatchHandler* handler, PyObject* form, FunctionCall& call, bool objects) {
+  return to_stack(
+      handler->handle(), form, objects || is_set(slot(form, slots.packed)) ? call.values() : nullptr,
+      call.positional,
+      [&](size_t i, const c10::Argument& argument) { return call.value(i, argument); });
+}
+
 // Call a function on the values of a call, as they are or with arguments that are shifted past the
 // batch dim: its operator, if the plan knows it. Return the wrapped result, or the argument that is
 // written, or None of an assignment to an item; null without an error where that is not possible.
@@ -41,11 +49,7 @@ Owned call_on_values(
   if (!call.function_subclass && (direct || can_shift(plan, call))) handler = parsed_operator(plan);
   Stack stack;
   if (handler != nullptr) {
-    PyObject* form = slot(plan, slots.parsed);
-    bool objects = is_set(slot(form, slots.packed)) || written != nullptr;
-    stack = to_stack(
-        handler->handle(), form, objects ? call.values() : nullptr, call.positional,
-        [&](size_t i, const c10::Argument& argument) { return call.value(i, argument); });
+    stack = stack_of_values(handler, slot(plan, slots.parsed), call, written != nullptr);
     if (direct)
       pad(stack, call);
     else if (!shift_arguments(plan, call, stack))
@@ -120,25 +124,38 @@ Owned call_by_plan(
         return value == nullptr || is_innermost(&value, 1);
       }))
     return Owned();
+  auto stack_of_tracers = [&](DispatchHandler* handler, PyObject* form) {
+    return to_stack(
+        handler->handle(), form, given.data(), call.positional,
+        [&](size_t i, const c10::Argument& argument) { return to_value(given[i], argument); });
+  };
   // Call torch on the tracers: the operator, whose arguments a plan may know.
   auto to_torch = [&](PyObject* plan) {
     DispatchHandler* handler = parsed_operator(plan);
     if (handler == nullptr) return call_below(func, given.data(), positional, kwnames);
     PyObject* form = slot(plan, slots.parsed);
-    Stack stack = to_stack(
-        handler->handle(), form, given.data(), call.positional,
-        [&](size_t i, const c10::Argument& argument) { return to_value(given[i], argument); });
+    Stack stack = stack_of_tracers(handler, form);
     handler->handle().callBoxed(&stack);
     return from_stack(stack, slot(form, slots.result_class), [](const at::Tensor& tensor) {
       return checked(THPVariable_Wrap(tensor));
     });
   };
-  // The same; null if torch refuses the call and the function's own method in Python may have a
+  // Repeat the recipe of the operator that torch would call.
+  auto repeat = [&](PyObject* plan) {
+    DispatchHandler* handler = parsed_operator(plan);
+    if (handler == nullptr) return Owned();
+    PyObject* form = slot(plan, slots.parsed);
+    return handler->repeat(
+        plan, call, state.get(), stack_of_values(handler, form, call, false),
+        [&] { return stack_of_tracers(handler, form); }, slot(form, slots.result_class));
+  };
+  // One of these; null if torch refuses the call and the function's own method in Python may have a
   // result: a copy where a batch has no view.
-  auto to_torch_or_method = [&](PyObject* plan) {
+  auto to_torch_or_method = [&](PyObject* plan, bool may_repeat) {
     bool has_method = slot(plan, slots.innermost) == Py_True;
     try {
-      return to_torch(plan);
+      Owned out = may_repeat ? repeat(plan) : Owned();
+      return out ? std::move(out) : to_torch(plan);
     } catch (const c10::Error&) {
       if (!has_method) throw;
     } catch (python_error& error) {
@@ -162,7 +179,7 @@ Owned call_by_plan(
         arg = lifted.back().get();
       }
     }
-    return to_torch_or_method(Owned::copy(found).get());
+    return to_torch_or_method(Owned::copy(found).get(), false);
   }
   if (!may_write(found, level)) return Owned();
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
@@ -179,12 +196,12 @@ Owned call_by_plan(
         writes ? given[0] : nullptr);
     if (out || direct) return out;
   }
-  // torch calls the operator, whose plan the dispatch handler runs.
+  // torch calls the operator, whose plan the dispatch handler runs, unless its recipe is known.
   bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   if (!below || are_lifted(plan.get(), tangents, visit)) return Owned();
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
       {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-  return to_torch_or_method(plan.get());
+  return to_torch_or_method(plan.get(), true);
 }
 
 // Give the Python error that is set the text of the call that torch has refused.

@@ -140,13 +140,46 @@ class Recipe {
     for (size_t value = 0; value < last_.size(); ++value)
       if (last_[value] >= 0 && last_[value] < static_cast<int>(steps.size()))
         steps[last_[value]].last.push_back(value);
+    for (const auto& result : op.schema().returns())
+      lists_.push_back(result.real_type()->kind() != c10::TypeKind::TensorType);
     known_.clear();
     usable = true;
     return true;
   }
 
+  // The results among the values of a replay, as the operator returns them.
+  Stack wrapped(const std::vector<at::Tensor>& values, PyObject* level) const {
+    auto wrap_part = [&](const Result& part) {
+      bool defined = part.value >= 0 && values[part.value].defined();
+      return defined ? wrap_tensor(values[part.value], part.bdim.get(), level) : at::Tensor();
+    };
+    Stack made;
+    for (size_t i = 0; i < results_.size(); ++i) {
+      if (!lists_[i]) {
+        made.push_back(wrap_part(results_[i][0]));
+        continue;
+      }
+      c10::List<at::Tensor> list;
+      for (const Result& part : results_[i]) list.push_back(wrap_part(part));
+      made.emplace_back(std::move(list));
+    }
+    return made;
+  }
+
+  // The same as Python objects: one, or several in a class or a tuple.
+  Owned wrapped(const std::vector<at::Tensor>& values, PyObject* level, PyObject* cls) const {
+    auto wrap_part = [&](const Result& part) {
+      bool defined = part.value >= 0 && values[part.value].defined();
+      return defined ? wrap(values[part.value], part.bdim.get(), level) : Owned::copy(Py_None);
+    };
+    if (results_.size() == 1 && !lists_[0]) return wrap_part(results_[0][0]);
+    std::vector<Owned> items;
+    for (const std::vector<Result>& parts : results_)
+      for (const Result& part : parts) items.push_back(wrap_part(part));
+    return in_class(std::move(items), cls);
+  }
+
   std::vector<RecipeStep> steps;
-  std::vector<std::vector<Result>> results;  // for each result of the operator: one, or a list
   bool usable = false;
 
  private:
@@ -194,7 +227,7 @@ class Recipe {
   }
 
   bool add_result(PyObject* parts) {
-    results.emplace_back();
+    results_.emplace_back();
     for (Py_ssize_t j = 0; j < PyList_GET_SIZE(parts); ++j) {
       PyObject* part = PyList_GET_ITEM(parts, j);
       PyObject* value = PyTuple_GET_ITEM(part, 0);
@@ -204,11 +237,13 @@ class Recipe {
         if (number < 0) return false;
         last_[number] = static_cast<int>(steps.size());
       }
-      results.back().push_back({number, Owned::copy(PyTuple_GET_ITEM(part, 1))});
+      results_.back().push_back({number, Owned::copy(PyTuple_GET_ITEM(part, 1))});
     }
     return true;
   }
 
+  std::vector<std::vector<Result>> results_;  // for each result of the operator: one, or a list
+  std::vector<bool> lists_;                   // for each of these: it is a list
   c10::ScalarType default_dtype_ = c10::get_default_dtype_as_scalartype();
   std::vector<Metadata> tensors_;
   Stack others_;
@@ -231,6 +266,20 @@ Recipes& recipes_of(PyObject* plan) {
     Py_SETREF(slot(plan, slots.recipes), made.release());
   }
   return *static_cast<Recipes*>(PyCapsule_GetPointer(capsule, kRecipes));
+}
+
+// The recipe that serves a call, or null.
+std::shared_ptr<const Recipe> find_recipe(const Recipes& recipes, size_t hash, const Seen& seen) {
+  auto found = recipes.find(hash);
+  bool serves = found != recipes.end() && found->second != nullptr && found->second->usable &&
+      found->second->fits(seen);
+  return serves ? found->second : nullptr;
+}
+
+// Keep a recipe, which other threads own while they run it.
+void keep_recipe(Recipes& recipes, size_t hash, std::shared_ptr<const Recipe> recipe) {
+  if (recipes.size() >= kMostRecipes) recipes.clear();
+  recipes[hash] = std::move(recipe);
 }
 
 // A tensor with the same metadata: the same data, or zeros in place of a tracer, and of a tensor

@@ -438,7 +438,7 @@ class OperatorCall : public Call {
       Owned kind = unwrap_one(schema.arguments[i], values[i], keyword);
       if (!kind) return false;
       kinds.push_back(std::move(kind));
-      if (keyword) keywords.push_back(interned(arguments[i].name().c_str()));
+      if (keyword) keywords.push_back(Owned::copy(schema.names[i]));
     }
     named = !keywords.empty();
     key = checked(PyTuple_New(static_cast<Py_ssize_t>(kinds.size() + keywords.size())));

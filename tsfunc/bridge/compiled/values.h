@@ -120,11 +120,13 @@ struct Schema {
   explicit Schema(const c10::FunctionSchema& schema) {
     for (const auto& argument : schema.arguments()) {
       arguments.push_back(kind_of(argument));
+      names.push_back(interned(argument.name().c_str()).release());
       if (!argument.kwarg_only()) ++positional;
     }
   }
 
   std::vector<Kind> arguments;
+  std::vector<PyObject*> names;  // held for the life of the process
   size_t positional = 0;
 };
 
@@ -301,6 +303,13 @@ Stack to_stack(
   return stack;
 }
 
+// Items in an object of a class, or in a tuple.
+Owned in_class(std::vector<Owned> items, PyObject* cls) {
+  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
+  for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(made.get(), i, items[i].release());
+  return is_set(cls) ? checked(PyObject_CallOneArg(cls, made.get())) : std::move(made);
+}
+
 // The results of an operator as the Python function returns them: a tensor, or several in a class
 // or a tuple. to_object(tensor) is the Python object of each.
 template <class F>
@@ -311,9 +320,7 @@ Owned from_stack(const Stack& results, PyObject* cls, F to_object) {
     each_result(result, [&](const at::Tensor& tensor) {
       items.push_back(tensor.defined() ? to_object(tensor) : Owned::copy(Py_None));
     });
-  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
-  for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(made.get(), i, items[i].release());
-  return is_set(cls) ? checked(PyObject_CallOneArg(cls, made.get())) : std::move(made);
+  return in_class(std::move(items), cls);
 }
 
 // What an operator returned in Python, as the stack has it.

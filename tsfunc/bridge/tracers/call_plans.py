@@ -92,7 +92,8 @@ class CallPlan:
             for compiled handlers; None if the rule has to run.
         parsed: the form in which torch calls the function's operator, for compiled handlers, which
             call the operator itself; None if the types of the arguments do not determine it.
-        recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
+        recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None. The
+            plan of a Python function keeps those recipes of its operator that its calls have used.
         unrecorded: the positions of plain tensors, and of lists with plain tensors, none of which
             autograd may record: the call would need them lifted (``needs_lift``).
         innermost: True if :func:`is_innermost` must hold for the values, if torch is called.
@@ -182,7 +183,7 @@ class CallPlanTable:
             plan = TABLE
             if self.training < len(args) and all(map(is_plain, kinds)):
                 plan = CallPlan(PlanStep.COMPOSITE)
-                plan.training = self.training
+                plan.training, plan.parsed = self.training, _parsed(function, args, kwargs)
         elif self._depends_on_modes(kwargs, kinds[len(args) :]):
             return TABLE
         else:
@@ -344,10 +345,15 @@ def _target(op: TorchOperator) -> Any:
 
 
 def _parsed(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
-    """Return the form of a call for compiled handlers; None if there are none."""
+    """Return the form of a call for compiled handlers; None if there are none.
+
+    The operator must have the function's meaning for tracers: ``aten::detach`` is also autograd's
+    alias of a saved tensor, and makes an alias of a tracer.
+    """
     if compiled.load() is None or not has_forms(function) or in_dispatch_modes():
         return None  # a mode would see the probes
-    return find_form(function, args, kwargs)
+    form = find_form(function, args, kwargs)
+    return None if form is None or form.op.by_tracers is not None else form
 
 
 def _shift_function(
