@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import tsfunc
+from tsfunc.errors import DataDependentError
 
 Function = Callable[[Tensor], Tensor]
 
@@ -128,3 +129,33 @@ def test_a_backward_pass_reaches_the_argument_of_a_captured_linear_map(
         torch.testing.assert_close(other.grad, leaf.grad)
         if name != "Function":  # its rule reads a saved value, an input of the program
             assert not use(linear)(X).requires_grad
+
+
+@pytest.mark.parametrize("made", MAPS)
+@pytest.mark.parametrize("outer", ["call", "jvp"])
+def test_a_map_through_branches_of_examples_is_not_for_a_program(outer: str, made: str) -> None:
+    """The sizes of the branches are data of an earlier call; a program with the branch has none."""
+
+    def branch(y: Tensor) -> Tensor:
+        return tsfunc.cond(y.sum() > 0, curved, torch.cos, y)
+
+    def captured(y: Tensor, x: Tensor) -> Tensor:
+        return tsfunc.specialize(MAPS[made](branch, y))(x)
+
+    def inside(y: Tensor, x: Tensor) -> Tensor:
+        return tsfunc.specialize(lambda y, x: MAPS[made](branch, y)(x))(y, x)
+
+    def plain(y: Tensor, x: Tensor) -> Tensor:
+        return MAPS[made](curved if y.sum() > 0 else torch.cos, y)(x)
+
+    def derived(f: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        if outer == "call":
+            return f
+        return lambda y, x: tsfunc.jvp(f, (y, x), (y.cos(), x.sin()))[1]
+
+    ys, xs = torch.randn(2, 6, 3, dtype=torch.float64)
+    ys[0], ys[1] = ys[0].abs(), -ys[1].abs()
+    expected = torch.stack([derived(plain)(y, x) for y, x in zip(ys, xs, strict=True)])
+    torch.testing.assert_close(derived(tsfunc.vmap(inside))(ys, xs), expected)
+    with pytest.raises(DataDependentError, match="Call vjp or linearize inside"):
+        derived(tsfunc.vmap(captured))(ys, xs)

@@ -42,6 +42,7 @@ from tsfunc.bridge.grad.linear_maps import (
     rebuilt,
     value_batch_first,
 )
+from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import draw_counts, preserve_draw_counts, set_draw_counts
@@ -49,6 +50,7 @@ from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_l
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
+from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.splitting import groups_of
 
@@ -331,6 +333,17 @@ def run_guarded(
 # --- linear maps between a batch and its subsets
 
 
+def _refuse_trace(level: TracerLevel) -> None:
+    """Refuse a value of a trace: the sizes of subsets depend on the data of an earlier call."""
+    if isinstance(level, TraceLevel):
+        raise DataDependentError(
+            "a program can't differentiate through control flow that ran before the trace and took "
+            "different paths for the examples of vmap. Call vjp or linearize inside of the "
+            "function that is traced (then the control flow is part of the program), or call the "
+            "pullback outside of it."
+        )
+
+
 class Select(LinearMap):
     """Selects the subset's part of a tensor of the whole batch."""
 
@@ -342,6 +355,7 @@ class Select(LinearMap):
         (value,) = values
         subset = self.subset
         level = value.dispatch_level
+        _refuse_trace(level)
         with level.restored():
             if level.depth > subset.depth:
                 inner = value.value
@@ -367,6 +381,7 @@ class _Scatter(LinearMap):
         (value,) = values
         subset, target = self.subset, self.target
         level = value.dispatch_level
+        _refuse_trace(level)
         with level.restored():
             if level.depth > subset.depth:
                 return rebuilt(value, linear(self, (at_level(value.value, subset),)))
@@ -411,6 +426,7 @@ class Merge(LinearMap):
 
     def run(self, values: Sequence[Any]) -> Any:
         level = max((v.dispatch_level for v in values), key=lambda level: level.depth)
+        _refuse_trace(level)
         with level.restored():
             if level.depth > self.target.depth:
                 return self._inside(level, values)
@@ -449,6 +465,7 @@ class _Relabel(LinearMap):
     def run(self, values: Sequence[Any]) -> Any:
         (value,) = values
         level = value.dispatch_level
+        _refuse_trace(level)
         if level.depth > self.target.depth:
             with level.restored():
                 return rebuilt(value, linear(self, (at_level(value.value, self.source),)))
