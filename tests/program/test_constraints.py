@@ -64,7 +64,7 @@ def test_the_dim_for_which_a_constraint_holds(constraint: str) -> None:
     text, offered = refused(f, described, torch.zeros(size, 3))
     assert f"  {constraint}  (at {__file__}:" in text and "in f; return x + 1 if ask" in text
     assert f"shape=[{dim}, 3]" in text and "dtype=torch.float32" in text
-    assert not re.search(r"\b[su]\d+\b", text)
+    assert not re.search(r"\b[su]\d+\b", text.replace(__file__, ""))
     g = specialize(f, offered)
     sizes = [n for n in range(2, 130) if fits(g, torch.zeros(n, 3))]
     assert size in sizes

@@ -131,5 +131,5 @@ def test_refusals_name_nothing_of_torchs_traces(name: str, described: bool) -> N
     with pytest.raises(DataDependentError) as caught:
         program(data(4, 3))
     text = str(caught.value)
-    assert not INTERNAL.search(text), text
+    assert not INTERNAL.search(text.replace(__file__, "")), text  # a folder may be named so
     assert __file__ in text or "the function returns" in text or "a body" in text, text

@@ -328,6 +328,7 @@ def problems(error: BaseException, folded: bool = True) -> list[str]:
         ]
         found += [f"frames of libraries: {', '.join(foreign)}"] if foreign and folded else []
     said = str(error) + "".join(getattr(error, "__notes__", ()))
+    said = said.replace(__file__, "")  # a folder may have the name of a symbol
     found += [f"the name {name}" for name in sorted(set(INTERNALS.findall(said)))]
     return found
 
