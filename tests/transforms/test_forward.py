@@ -586,9 +586,13 @@ def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.la
     for i, (x, v) in enumerate(zip(rows, directions, strict=True)):
         expected = torch.autograd.functional.jvp(lambda x: x.sin() * x, x, v)
         torch.testing.assert_close((out.unbind()[i], pushed.unbind()[i]), expected)
+    _, push = tsfunc.linearize(lambda x: x.sin() * x, primal)
+    torch.testing.assert_close(push(tangent).unbind(), pushed.unbind())
     swapped = torch.nested.as_nested_tensor(directions[::-1], layout=layout)
     with pytest.raises(RuntimeError, match="as its primal, got"):
         tsfunc.jvp(torch.sin, (primal,), (swapped,))
+    with pytest.raises(RuntimeError, match="match the shape of its primal"):
+        push(swapped)
 
 
 def test_a_copied_view_takes_tangents_that_have_no_such_view() -> None:

@@ -131,7 +131,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: tsfunc.linearize(torch.sin, X)[1](Y[None]),
         RuntimeError,
         "the tangent at position 0 in flattened pytree doesn't match the shape of its primal: "
-        "expected torch.Size([3, 4]), got torch.Size([1, 3, 4]).",
+        "expected (3, 4), got (1, 3, 4).",
     ),
     (
         lambda: tsfunc.linearize(torch.sin, X)[1](Y.double()),

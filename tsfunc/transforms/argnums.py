@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 
 from tsfunc import pytrees
@@ -199,6 +200,34 @@ def flatten_tensors(
         if names is not None:
             autograd.check_differentiable(leaf, names, i)
     return all_as_seen_by_current_level(leaves), spec
+
+
+def flatten_matching(
+    api: str, tree: Any, spec: optree.PyTreeSpec, mismatch: str, expected: str = "Tensors"
+) -> list[torch.Tensor]:
+    """Return the leaves of tangents or cotangents; raise if they are not those of some values.
+
+    Args:
+        spec: the structure of the values.
+        mismatch: the message for another structure, with ``{expected}`` and ``{got}``.
+        expected: the message for a leaf that is not a tensor begins with it.
+    """
+    leaves, got = pytrees.flatten(tree)
+    if got != spec:
+        texts = {"expected": pytrees.structure_text(spec), "got": pytrees.structure_text(got)}
+        raise RuntimeError(f"{api}: {mismatch.format(**texts)}")
+    refuse_other_leaves(api, leaves, spec, expected)
+    return leaves
+
+
+def refuse_other_leaves(
+    api: str, leaves: Sequence[Any], spec: optree.PyTreeSpec, expected: str
+) -> None:
+    """Raise if a leaf is not a tensor."""
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            advice = pytrees.static_advice(spec, i) or tensor_advice(leaf)
+            raise RuntimeError(f"{api}: Expected {expected}, got {type(leaf)}.{advice}")
 
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:

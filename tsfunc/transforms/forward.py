@@ -28,10 +28,12 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.errors import MissingRuleError
 from tsfunc.transforms.argnums import (
+    flatten_matching,
     flatten_output,
     is_nested,
     level_of,
     names_of_selected,
+    refuse_other_leaves,
     refuse_unrecorded,
     same_sizes,
     sizes_text,
@@ -39,7 +41,6 @@ from tsfunc.transforms.argnums import (
     traced_inputs,
 )
 from tsfunc.transforms.reverse import inner_vjp
-from tsfunc.types.values import tensor_advice
 
 _Result = TypeVar("_Result")
 _Aux = TypeVar("_Aux")
@@ -162,23 +163,16 @@ def _match(
             f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals)."
         )
     flat, spec = pytrees.flatten(primals)
-    directions, tangent_spec = pytrees.flatten(tangents)
-    if spec != tangent_spec:
-        raise RuntimeError(
-            f"{api}: Expected primals and tangents to have the same python structure. For example, "
-            f"if primals is a tuple of 3 tensors, tangents also must be. Got primals with "
-            f"structure {pytrees.structure_text(spec)} and tangents with structure "
-            f"{pytrees.structure_text(tangent_spec)}"
-        )
-    for label, leaves in (("primals", flat), ("tangents", directions)):
-        if not leaves:
-            raise RuntimeError(f"{api}: Expected {label} to contain at least one Tensor.")
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                advice = pytrees.static_advice(spec, i) or tensor_advice(leaf)
-                raise RuntimeError(
-                    f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}.{advice}"
-                )
+    if not flat:
+        raise RuntimeError(f"{api}: Expected primals to contain at least one Tensor.")
+    refuse_other_leaves(api, flat, spec, "primals to only contain Tensors")
+    directions = flatten_matching(
+        api, tangents, spec,
+        "Expected primals and tangents to have the same python structure. For example, if primals "
+        "is a tuple of 3 tensors, tangents also must be. Got primals with structure {expected} and "
+        "tangents with structure {got}",
+        "tangents to only contain Tensors",
+    )  # fmt: skip
     names = names_of_selected(func, primals, tuple(range(len(primals))))
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
         autograd.check_differentiable(x, names, i)

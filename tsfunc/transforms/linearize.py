@@ -12,9 +12,12 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.transforms.argnums import (
+    flatten_matching,
     flatten_output,
     flatten_tensors,
     names_of_selected,
+    same_sizes,
+    sizes_text,
     split_aux,
     with_replaced,
 )
@@ -117,22 +120,21 @@ def _split(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:
 
 def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[torch.Tensor]:
     """Return the flattened tangents; raise if they do not match the primals."""
-    flat: list[torch.Tensor]
-    flat, given = pytrees.flatten(tangents)
-    if given != spec:
-        raise RuntimeError(
-            f"jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals "
-            f"that were linearized at: expected {pytrees.structure_text(spec)}, got "
-            f"{pytrees.structure_text(given)}."
-        )
+    flat = flatten_matching(
+        "jvp_fn(*tangents)", tangents, spec,
+        "Expected the tangents to have the same argspec as the primals that were linearized at: "
+        "expected {expected}, got {got}.",
+    )  # fmt: skip
     for i, (t, x) in enumerate(zip(flat, primals, strict=True)):
-        if not isinstance(t, torch.Tensor):
-            raise RuntimeError(f"jvp_fn(*tangents): Expected Tensors, got {type(t)}")
-        for name in ("shape", "dtype", "device"):
-            got, wanted = getattr(t, name), getattr(x, name)
-            if got != wanted:
+        facts = [
+            ("shape", same_sizes(t, x), sizes_text(x), sizes_text(t)),
+            ("dtype", t.dtype == x.dtype, x.dtype, t.dtype),
+            ("device", t.device == x.device, x.device, t.device),
+        ]
+        for name, equal, expected, got in facts:
+            if not equal:
                 raise RuntimeError(
                     f"jvp_fn(*tangents): the tangent at position {i} in flattened pytree doesn't "
-                    f"match the {name} of its primal: expected {wanted}, got {got}."
+                    f"match the {name} of its primal: expected {expected}, got {got}."
                 )
     return flat

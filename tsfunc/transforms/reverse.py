@@ -37,6 +37,7 @@ from tsfunc.errors import EscapedTracerError
 from tsfunc.transforms.argnums import (
     Argnums,
     check_argnums,
+    flatten_matching,
     flatten_output,
     flatten_tensors,
     level_of,
@@ -309,17 +310,12 @@ def match_cotangents(
     api: str, tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
 ) -> Sequence[torch.Tensor]:
     """Return the flattened cotangents; raise if they do not match the outputs."""
-    flat: list[torch.Tensor]
-    flat, spec = pytrees.flatten(tree)
-    if spec != out_spec:
-        raise RuntimeError(
-            f"{api}: Expected pytree structure of cotangents to be the same as pytree structure "
-            f"of outputs to the function. cotangents: {pytrees.structure_text(spec)}, "
-            f"primal output: {pytrees.structure_text(out_spec)}"
-        )
+    flat = flatten_matching(
+        api, tree, out_spec,
+        "Expected pytree structure of cotangents to be the same as pytree structure of outputs to "
+        "the function. cotangents: {got}, primal output: {expected}",
+    )  # fmt: skip
     for ct, out in zip(flat, outputs, strict=True):
-        if not isinstance(ct, torch.Tensor):
-            raise RuntimeError(f"{api}: Expected Tensors, got {type(ct)}")
         if not same_sizes(ct, out):
             raise RuntimeError(
                 f"{api}: expected a cotangent of shape {sizes_text(out)}, as the output, got one "
