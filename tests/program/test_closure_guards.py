@@ -15,19 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tsfunc import specialize
+from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.closure import closure_guards
 from tsfunc.program.closure.closure_guards import (
     IN_DICT,
     AnyClosureNumber,
     ClosureGuards,
+    ConditionHolds,
     Distinct,
     EqualValue,
     KeysAre,
     LengthIs,
     Missing,
     NotOneOf,
-    NumberCondition,
     ResultIs,
     SameContents,
     SameObject,
@@ -89,7 +90,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     (
         (
             AnyClosureNumber(FIRST, "number_0", int, 3, lambda k: k < 9),
-            NumberCondition("number_0 > 2", "k > 2"),
+            ConditionHolds(Condition("number_0 > 2", "k > 2")),
         ),
         [[3], [8]], [[2], [9], [3.0]],
     ),

@@ -49,7 +49,7 @@ from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
-from tsfunc.program.closure.closure_guards import NotOneOf, NumberCondition, ResultIs, SameObject
+from tsfunc.program.closure.closure_guards import ConditionHolds, NotOneOf, ResultIs, SameObject
 from tsfunc.program.closure.guard_builder import ClosureNumber
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import ClosureGradients, Instances
@@ -68,7 +68,7 @@ from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, NumberSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.trace_guards import (
     Aliasing,
-    ConditionHolds,
+    ArgumentCondition,
     Property,
     SharedMemory,
     TraceGuard,
@@ -441,7 +441,7 @@ class _Trace:
         numbers = self.instances.builder.numbers
         properties = level.tensor_guards.property_guards.values()
         guards = [
-            *map(ConditionHolds, conditions), *map(Property, properties),
+            *map(ArgumentCondition, conditions), *map(Property, properties),
             *self._aliasing(), *self._shared_memory(),
         ]  # fmt: skip
         return replace(
@@ -470,9 +470,7 @@ class _Trace:
                     f"{self.request.label}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            self.instances.builder.closure_guards.add(
-                NumberCondition(condition.code, condition.text, condition.number is not None)
-            )
+            self.instances.builder.closure_guards.add(ConditionHolds(condition))
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""

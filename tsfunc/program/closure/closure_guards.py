@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.program.closure.differences import ABSENT, Difference, UnquotedText
 from tsfunc.program.closure.guard_codegen import (
     Enter,
@@ -361,30 +362,22 @@ class AnyClosureNumber(SourceGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class NumberCondition(Guard):
-    """A condition on numbers that are inputs, which the function has tested.
+class ConditionHolds(Guard):
+    """A condition on numbers that are inputs and on named dims, which the function has tested."""
 
-    Attributes:
-        code: the condition as Python code.
-        text: the condition in the user's names.
-        fixes: True if it holds for one value of a number alone.
-    """
-
-    code: str
-    text: str
-    fixes: bool = False
+    condition: Condition
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Compute the condition; it does not hold for numbers with which it can't be computed."""
         code.scope["math"] = math
         return (
             "try:",
-            f"    if not ({self.code}): return None",
+            f"    if not ({self.condition.code}): return None",
             "except (ArithmeticError, ValueError): return None",
         )
 
     def texts(self, name: Names) -> Iterable[str]:
-        return (self.text,)
+        return (self.condition.text,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.program.closure.closure_guards import (
     AnyClosureNumber,
     ClosureGuards,
-    NumberCondition,
+    ConditionHolds,
     SourceGuard,
 )
 from tsfunc.program.closure.differences import OfBranch
@@ -34,8 +35,8 @@ def differences(
     found: dict[str, tuple[Any, Any]] = {}
     paths: list[tuple[Any, ...]] = []
     for guard in itertools.islice(_refusing(reads, now, flat), _SHOWN):
-        if isinstance(guard, NumberCondition):
-            found |= _numbers_of(reads, guard, now, flat)
+        if isinstance(guard, ConditionHolds):
+            found |= _numbers_of(reads, guard.condition, now, flat)
         if isinstance(guard, SourceGuard) and not guard.source.text:
             continue
         sources = guard.value_sources()
@@ -52,7 +53,7 @@ def differences(
 
 
 def _numbers_of(
-    reads: ClosureGuards, condition: NumberCondition, now: tuple[Any, ...], flat: Sequence[Any]
+    reads: ClosureGuards, condition: Condition, now: tuple[Any, ...], flat: Sequence[Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the numbers of a condition, with their values in a call and in the trace."""
     found = {}
@@ -60,7 +61,9 @@ def _numbers_of(
         if isinstance(number, AnyClosureNumber) and number.is_in(condition.code):
             value = ClosureGuards([], [(number.source, None)]).function(now)(flat)
             if value is not None and not same_value(number.value, value[0]):
-                before = number.value if condition.fixes else OfBranch(repr(number.value))
+                before = (
+                    number.value if condition.number is not None else OfBranch(repr(number.value))
+                )
                 found[number.source.text] = value[0], before
     return found
 

@@ -40,7 +40,7 @@ from tsfunc.program.guarding.guards import (
     WatchedPlaceholder,
 )
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, sizes_of_call
-from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ConditionHolds, TraceGuard
+from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ArgumentCondition, TraceGuard
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.values import PathTexts
 
@@ -269,7 +269,7 @@ def guards_on_arguments(
 
 
 def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
-    return [guard.condition for guard in guards if isinstance(guard, ConditionHolds)]
+    return [guard.condition for guard in guards if isinstance(guard, ArgumentCondition)]
 
 
 def guard_lines(guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: int) -> GuardLines:

@@ -13,7 +13,6 @@ then guarded on the same identities. Other functions have one program for both k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +21,7 @@ from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.errors import DescriptorError
+from tsfunc.program.closure.closure_guards import ConditionHolds
 from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.guards import variable_of_size, variables_of
@@ -82,18 +82,10 @@ class TraceGuard(Guard):
 
 
 @dataclass(frozen=True, eq=False)
-class ConditionHolds(TraceGuard):
-    """A condition on named dims and numbers among the inputs."""
+class ArgumentCondition(ConditionHolds, TraceGuard):
+    """A condition on named dims and numbers among the arguments."""
 
     json_key: ClassVar[str] = "condition"
-    condition: Condition
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        code.scope["math"] = math
-        return (f"if not ({self.condition.code}): return None",)
-
-    def texts(self, name: Names) -> Iterable[str]:
-        return (self.condition.text,)
 
     def is_storable(self, names: Collection[str]) -> bool:
         try:
@@ -102,17 +94,17 @@ class ConditionHolds(TraceGuard):
             return False
         return True
 
-    def for_fixed_numbers(self) -> ConditionHolds | None:
+    def for_fixed_numbers(self) -> ArgumentCondition | None:
         condition = self.condition
         if not condition.dims:
             return None
-        return ConditionHolds(condition._replace(constraint=condition.fixed))
+        return ArgumentCondition(condition._replace(constraint=condition.fixed))
 
     def to_json(self) -> str:
         return self.condition.constraint
 
     @classmethod
-    def from_json(cls, field: Field, described: DescribedArguments) -> ConditionHolds:
+    def from_json(cls, field: Field, described: DescribedArguments) -> ArgumentCondition:
         text, named_dims = field.line(), described.named_dims
         variables = variables_of(named_dims, described.numbers)
         try:
@@ -240,7 +232,7 @@ class SharedMemory(_Groups, TraceGuard):
             yield f"{', '.join(name(group[0]) for group in self.groups)} do not share memory"
 
 
-TRACE_KINDS: tuple[type[TraceGuard], ...] = (ConditionHolds, Property, Aliasing, SharedMemory)
+TRACE_KINDS: tuple[type[TraceGuard], ...] = (ArgumentCondition, Property, Aliasing, SharedMemory)
 """The kinds of guards in this file, in the order of their code."""
 
 _BY_JSON_KEY = {kind.json_key: kind for kind in TRACE_KINDS}
