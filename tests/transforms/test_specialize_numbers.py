@@ -279,3 +279,39 @@ def test_numbers_of_objects_beside_sizes_of_0_and_1(kind: Any) -> None:
             holder.v = kind(draw.randint(1, 9))
             x = torch.arange(1.0, 1 + draw.choice([0, 1, 2, 3, 5]))
             same(g(x, holder), f(x, holder))
+
+
+# Operations of a number, with a number for which they raise, and one for which they do not.
+RAISING: dict[str, tuple[Callable[[Any], Any], float, float]] = {
+    "/": (lambda k: 12.0 / k, 0.0, 7.0),
+    "//": (lambda k: 12 // k, 0, 7),
+    "%": (lambda k: 12 % k, 0, 7),
+    "% of floats": (lambda k: 12.0 % k, 0.0, 7.0),
+    "**": (lambda k: k**-1, 0, 7),
+    "<<": (lambda k: 1 << k, -1, 3),
+    "divmod": (lambda k: divmod(3, k)[0], 0, 2),
+    "sqrt": (math.sqrt, -1.0, 7.0),
+    "log": (math.log, -1.0, 7.0),
+    "exp": (math.exp, 1e4, 0.7),
+    "a quotient of a difference": (lambda k: 1 / (k - 3), 3, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")
+@pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.parametrize("name", RAISING)
+def test_a_caught_error_of_a_number_is_of_this_number(name: str, closed_over: bool) -> None:
+    operation, bad, good = RAISING[name]
+    holder = types.SimpleNamespace()
+
+    def f(x: Tensor, k: Any) -> Tensor:
+        number = holder.k if closed_over else k
+        try:
+            return x * number if operation(number) > 1 else x + number
+        except (ArithmeticError, ValueError):
+            return x - 1
+
+    s = specialize(f)
+    for k in (good, good * 2, good * 3, bad, good, good * 4, bad, good * 5):
+        holder.k, argument = k, None if closed_over else k
+        torch.testing.assert_close(s(X, argument), f(X, argument))

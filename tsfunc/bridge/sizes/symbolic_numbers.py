@@ -22,6 +22,10 @@ lookup depends on the keys alone that equal the number, so the number is compare
 (these comparisons are guards), and its hash is that of its value in the call. The container is read
 off the bytecode of the caller. Any other use of the hash is refused, as in torch: ``seen[epoch] =
 x`` would put the symbol into the dict.
+
+NOTE [operations that raise]
+``12 / k`` raises if k is 0. A function that catches the error has another path for this value, so
+an operation of symbolic numbers that raises in a trace guards the values of its operands.
 """
 
 from __future__ import annotations
@@ -305,6 +309,43 @@ for _kind in (torch.SymInt, torch.SymFloat):
     _kind.__repr__ = _texts_of_numbers(_kind)  # type: ignore[method-assign]
 
 
+# --- operations of numbers: NOTE [operations that raise]
+
+
+def _guarding_errors(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation of numbers that guards the values of its operands if it raises."""
+
+    @functools.wraps(operation)
+    def guarded(*operands: Any) -> Any:
+        try:
+            return operation(*operands)
+        except (ArithmeticError, ValueError):
+            for number in operands:
+                if type(number) in _SYMBOLIC and _known_in_trace(number):
+                    bool(number == number.node.hint)
+            raise
+
+    return guarded
+
+
+def _known_in_trace(number: Any) -> bool:
+    """True if a symbolic number of the user's code has a value in the traced call."""
+    symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
+    return symbols is not None and number.node.hint is not None and in_user_code()
+
+
+_BINARY = ("truediv", "floordiv", "mod", "pow", "lshift", "rshift")
+_OPERATIONS_THAT_RAISE: Final = (
+    *(f"__{name}__" for name in _BINARY), *(f"__r{name}__" for name in _BINARY),
+    "__floor__", "__ceil__", "__trunc__", "__round__",
+)  # fmt: skip
+_SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})
+
+for _kind in (torch.SymInt, torch.SymFloat):
+    for _name in _OPERATIONS_THAT_RAISE:
+        setattr(_kind, _name, _guarding_errors(getattr(_kind, _name)))
+
+
 # torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.
 for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
     if not hasattr(torch.SymInt, _name):
@@ -335,7 +376,6 @@ class _FunctionOfMath:
         return hash(self.function)
 
 
-_SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})
 _log = FUNCTIONS_OF_MATH["log"]
 
 
@@ -348,7 +388,8 @@ def _of_number(function: Callable[..., float], number: Any) -> Any:
     number = torch.sym_float(number)
     expr = getattr(functions, f"OpaqueUnaryFn_{function.__name__}")(number.node.expr)
     env = number.node.shape_env
-    return env.create_symfloatnode(expr, hint=function(number.node.hint))
+    hint = _guarding_errors(lambda value: function(value.node.hint))(number)
+    return env.create_symfloatnode(expr, hint=hint)
 
 
 def _symbols_of_input(number: Any) -> Any:
