@@ -21,7 +21,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -70,8 +70,8 @@ class ControlKind:
     Attributes:
         cls: the class of its operators.
         fields: the JSON besides ``kind`` and ``name``.
-        decode: makes an operator from its JSON, its name, the reader of its graph, the types of its
-            operands, and its fields; reports inconsistent JSON with ``Field.fail``.
+        decode: makes an operator from its ``StoredOperator`` and its fields; reports inconsistent
+            JSON with ``Field.fail``.
     """
 
     name: str
@@ -118,21 +118,34 @@ def _encode_attribute(value: Any, writer: GraphWriter) -> Any:
     return str(value) if isinstance(value, torch.device) else value
 
 
-def decode_control(field: Field, reader: GraphReader, types: Sequence[Any]) -> ControlFlow:
-    """Return the operator that ``encode_control`` wrote, for operands of these types."""
-    kind = field.at("kind").one_of(_by_name, "a kind of control flow")
-    name = field.at("name").text(_NAME, "a name")
-    _, _, *fields = field.record("kind", "name", *kind.fields)
-    return kind.decode(field, name, reader, types, *fields)
+@dataclass(frozen=True)
+class StoredOperator:
+    """A control-flow operator in a file.
 
+    Attributes:
+        field: its JSON.
+        reader: the reader of the graph that it is in.
+        types: the types of its operands.
+    """
 
-def decode_bodies(field: Field, reader: GraphReader, types: Sequence[Any]) -> list[Body]:
-    """Return the bodies of an operator, for operands of these types."""
-    bodies = []
-    for each in field.items():
-        name, inner, inputs_field = each.record("name", "graph", "inputs")
+    field: Field
+    name: str
+    reader: GraphReader
+    types: Sequence[ValueType]
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise an error about the operator as a whole."""
+        self.field.fail(problem)
+
+    def bodies(self, field: Field, types: Sequence[ValueType] | None = None) -> list[Body]:
+        """Return the bodies of the operator, by default for its operands."""
+        types = self.types if types is None else types
+        return [self._body(each, types) for each in field.items()]
+
+    def _body(self, field: Field, types: Sequence[ValueType]) -> Body:
+        name, inner, inputs_field = field.record("name", "graph", "inputs")
         inputs = tuple(at.integer(0, len(types) - 1) for at in inputs_field.items())
-        read = reader.of_body().read(inner)
+        read = self.reader.of_body().read(inner)
         own = [node for node in read.nodes if node.op == "placeholder"]
         if len(own) != len(inputs):
             inputs_field.fail(f"expected {len(own)} inputs of the graph, got {len(inputs)}")
@@ -141,8 +154,15 @@ def decode_bodies(field: Field, reader: GraphReader, types: Sequence[Any]) -> li
                 inputs_field.fail(
                     f"{node.name}: expected a {node.meta['value_type']}, got a {types[at]}"
                 )
-        bodies.append(Body(name.text(_NAME, "a name"), read, inputs))
-    return bodies
+        return Body(name.text(_NAME, "a name"), read, inputs)
+
+
+def decode_control(field: Field, reader: GraphReader, types: Sequence[ValueType]) -> ControlFlow:
+    """Return the operator that ``encode_control`` wrote, for operands of these types."""
+    kind = field.at("kind").one_of(_by_name, "a kind of control flow")
+    name = field.at("name").text(_NAME, "a name")
+    _, _, *fields = field.record("kind", "name", *kind.fields)
+    return kind.decode(StoredOperator(field, name, reader, types), *fields)
 
 
 def result_count(body: Body) -> int:

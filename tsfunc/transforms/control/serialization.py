@@ -14,13 +14,13 @@ from tsfunc.program.files.graphs import (
     Fields,
     GraphReader,
     GraphWriter,
-    decode_bodies,
+    StoredOperator,
     decode_control,
     register_control,
     result_count,
 )
 from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode
-from tsfunc.program.files.operator_calls import NUMBER, TENSOR, operator_named
+from tsfunc.program.files.operator_calls import NUMBER, TENSOR, ValueType, operator_named
 from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, RecomputedCall
 from tsfunc.transforms.control.autograd_functions import EnclosingVmap, FunctionCall, PythonCallee
@@ -42,93 +42,88 @@ from tsfunc.transforms.control.derived_operators import (
     Replayed,
 )
 
-ValueTypes = Sequence[Any]
 _BATCHING = {name: name for name in get_args(Batching)}
 _CHECKPOINTS = {
     name: name for literal in get_args(Checkpoint) for name in get_args(literal) if name
 }
 
 
-def _decode_switch(
-    field: Field,
-    name: str,
-    reader: GraphReader,
-    types: ValueTypes,
-    bodies_field: Field,
-    batching: Field,
-) -> ControlFlow:
-    bodies = decode_bodies(bodies_field, reader, types)
-    if not bodies or types[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
-        field.fail("expected a tensor to choose by, and branches with equal numbers of results")
-    return Switch(name, bodies, batching.one_of(_BATCHING, f"one of {[*_BATCHING]}"))
+def _decode_switch(stored: StoredOperator, bodies_field: Field, batching: Field) -> ControlFlow:
+    bodies = stored.bodies(bodies_field)
+    if (
+        not bodies
+        or stored.types[:1] != [TENSOR]
+        or len({result_count(body) for body in bodies}) != 1
+    ):
+        stored.fail("expected a tensor to choose by, and branches with equal numbers of results")
+    return Switch(stored.name, bodies, batching.one_of(_BATCHING, f"one of {[*_BATCHING]}"))
 
 
 def _decode_while(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    bodies_field: Field, carried_field: Field, checkpoint: Field,
-) -> ControlFlow:  # fmt: skip
-    carried = carried_field.integer(0, len(types))
-    bodies = decode_bodies(bodies_field, reader, types)
+    stored: StoredOperator, bodies_field: Field, carried_field: Field, checkpoint: Field
+) -> ControlFlow:
+    carried = carried_field.integer(0, len(stored.types))
+    bodies = stored.bodies(bodies_field)
     if [result_count(body) for body in bodies] != [1, carried]:
-        field.fail(f"expected a condition, and a body that returns the {carried} carried values")
+        stored.fail(f"expected a condition, and a body that returns the {carried} carried values")
     policy: Any = None
     if checkpoint.value is not None:
         policy = checkpoint.one_of(_CHECKPOINTS, f"null or one of {[*_CHECKPOINTS]}")
-    return While(name, bodies, carried, policy)
+    return While(stored.name, bodies, carried, policy)
 
 
 def _decode_scan(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    bodies_field: Field, carried_field: Field, along_field: Field, length_field: Field,
+    stored: StoredOperator,
+    bodies_field: Field,
+    carried_field: Field,
+    along_field: Field,
+    length_field: Field,
     reverse: Field,
-) -> ControlFlow:  # fmt: skip
-    carried = carried_field.integer(0, len(types))
-    along = along_field.integer(0, len(types) - carried)
+) -> ControlFlow:
+    carried = carried_field.integer(0, len(stored.types))
+    along = along_field.integer(0, len(stored.types) - carried)
     length = None if length_field.value is None else length_field.integer(0)
-    bodies = decode_bodies(bodies_field, reader, types)
+    bodies = stored.bodies(bodies_field)
     if len(bodies) != 1 or result_count(bodies[0]) < carried or (not along and length is None):
-        field.fail(f"expected one body that returns the {carried} carried values, and a length")
-    return Scan(name, bodies, carried, along, length, reverse.flag())
+        stored.fail(f"expected one body that returns the {carried} carried values, and a length")
+    return Scan(stored.name, bodies, carried, along, length, reverse.flag())
 
 
 def _decode_pullback(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    of: Field, count_field: Field, wrt_field: Field, results: Field,
-) -> ControlFlow:  # fmt: skip
+    stored: StoredOperator, of: Field, count_field: Field, wrt_field: Field, results: Field
+) -> ControlFlow:
     given = [at.integer(0, 1 << 20) for at in results.items()]
-    count = _count(count_field, types, len(given))
-    op = _inner(of, reader, types, count, len(given))
+    count = _count(stored, count_field, len(given))
+    op = _inner(stored, of, count, len(given))
     return Pullback(op, count, _positions(wrt_field, count), given)
 
 
 def _decode_pushforward(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    of: Field, count_field: Field, wrt_field: Field,
-) -> ControlFlow:  # fmt: skip
+    stored: StoredOperator, of: Field, count_field: Field, wrt_field: Field
+) -> ControlFlow:
     wrt = [at.integer(0, 1 << 20) for at in wrt_field.items()]
-    count = _count(count_field, types, len(wrt))
-    op = _inner(of, reader, types, count, len(wrt))
+    count = _count(stored, count_field, len(wrt))
+    op = _inner(stored, of, count, len(wrt))
     return Pushforward(op, count, _positions(wrt_field, count))
 
 
-def _count(field: Field, types: ValueTypes, more: int) -> int:
+def _count(stored: StoredOperator, field: Field, more: int) -> int:
     """Return the number of tensors that the underlying operator takes."""
+    types = stored.types
     count = field.integer(0, len(types))
     if count + more > len(types) or any(type_ != TENSOR for type_ in types[: count + more]):
         field.fail("there are fewer tensors than that")
     return count
 
 
-def _inner(
-    field: Field, reader: GraphReader, types: ValueTypes, count: int, more: int
-) -> ControlFlowOperator:
-    numbers = list(types[count + more :])
+def _inner(stored: StoredOperator, field: Field, count: int, more: int) -> ControlFlowOperator:
+    tensors, numbers = stored.types[:count], stored.types[count + more :]
     if any(type_ != NUMBER for type_ in numbers):
         field.fail("numbers come after all tensors")
-    return _operator(field, reader, [*types[:count], *numbers])
+    return _operator(field, stored.reader, [*tensors, *numbers])
 
 
-def _operator(field: Field, reader: GraphReader, types: ValueTypes) -> ControlFlowOperator:
+def _operator(field: Field, reader: GraphReader, types: Sequence[ValueType]) -> ControlFlowOperator:
     """Return the operator that another one is derived from."""
     op = decode_control(field, reader, types)
     if not isinstance(op, ControlFlowOperator):
@@ -140,44 +135,38 @@ def _positions(field: Field, count: int) -> list[int]:
     return [at.integer(0, count - 1) for at in field.items()]
 
 
-def _decode_mapped(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes, of: Field, batched_field: Field
-) -> ControlFlow:
+def _decode_mapped(stored: StoredOperator, of: Field, batched_field: Field) -> ControlFlow:
     batched = [each.flag() for each in batched_field.items()]
-    if len(batched) > len(types):
+    if len(batched) > len(stored.types):
         batched_field.fail("there are fewer operands than that")
-    return MappedOperator(_operator(of, reader, types), batched)
+    return MappedOperator(_operator(of, stored.reader, stored.types), batched)
 
 
 def _decode_prefixes(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    bodies_field: Field, along_field: Field,
-) -> ControlFlow:  # fmt: skip
-    along = along_field.integer(1, len(types))
+    stored: StoredOperator, bodies_field: Field, along_field: Field
+) -> ControlFlow:
+    along = along_field.integer(1, len(stored.types))
     # The body takes two slices of each.
-    bodies = decode_bodies(bodies_field, reader, [*types[:along], *types])
+    bodies = stored.bodies(bodies_field, [*stored.types[:along], *stored.types])
     if len(bodies) != 1 or result_count(bodies[0]) != along:
-        field.fail(f"expected one body that returns {along} values, as many as the scan combines")
-    return AssociativeScan(name, bodies, along)
+        stored.fail(f"expected one body that returns {along} values, as many as the scan combines")
+    return AssociativeScan(stored.name, bodies, along)
 
 
 def _decode_replayed(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    of: Field, count_field: Field, devices_field: Field,
-) -> ControlFlow:  # fmt: skip
-    devices = [reader.device(each) for each in devices_field.items()]
-    states = RandomStates.count(devices)
-    count = _count(count_field, types, states)
-    inner = [*types[:count], *types[count + states :]]
-    return Replayed(_operator(of, reader, inner), count, devices)
-
-
-def _decode_states(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes, devices: Field
+    stored: StoredOperator, of: Field, count_field: Field, devices_field: Field
 ) -> ControlFlow:
-    if types:
-        field.fail("the states of generators depend on nothing")
-    return RandomStates([reader.device(each) for each in devices.items()])
+    devices = [stored.reader.device(each) for each in devices_field.items()]
+    states = RandomStates.count(devices)
+    count = _count(stored, count_field, states)
+    inner = [*stored.types[:count], *stored.types[count + states :]]
+    return Replayed(_operator(of, stored.reader, inner), count, devices)
+
+
+def _decode_states(stored: StoredOperator, devices: Field) -> ControlFlow:
+    if stored.types:
+        stored.fail("the states of generators depend on nothing")
+    return RandomStates([stored.reader.device(each) for each in devices.items()])
 
 
 _NAMED_POLICIES: dict[str, Policy] = {
@@ -217,21 +206,18 @@ def _decode_policy(field: Field, made_with: str) -> Policy:
 
 
 def _decode_checkpoint(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    bodies: Field, policy: Field, random: Field,
-) -> ControlFlow:  # fmt: skip
-    body = _single(bodies, reader, types)
-    return CheckpointCall(body, _decode_policy(policy, reader.made_with), random.flag())
-
-
-def _decode_recompute(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes, bodies: Field
+    stored: StoredOperator, bodies: Field, policy: Field, random: Field
 ) -> ControlFlow:
-    return RecomputedCall(name, [_single(bodies, reader, types)])
+    body = _single(stored, bodies)
+    return CheckpointCall(body, _decode_policy(policy, stored.reader.made_with), random.flag())
 
 
-def _single(field: Field, reader: GraphReader, types: ValueTypes) -> Body:
-    bodies = decode_bodies(field, reader, types)
+def _decode_recompute(stored: StoredOperator, bodies: Field) -> ControlFlow:
+    return RecomputedCall(stored.name, [_single(stored, bodies)])
+
+
+def _single(stored: StoredOperator, field: Field) -> Body:
+    bodies = stored.bodies(field)
     if len(bodies) != 1:
         field.fail(f"expected one body, got {len(bodies)}")
     return bodies[0]
@@ -273,16 +259,15 @@ def _fixed(size: Any) -> Any:
 
 
 def _decode_call(
-    field: Field, name: str, reader: GraphReader, types: ValueTypes,
-    number: Field, maps_field: Field, written_field: Field,
-) -> ControlFlow:  # fmt: skip
-    callee = reader.callees.at(number)
-    if list(types) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
-        field.fail(f"{callee.name} is called with other values than it takes")
-    maps = [_decode_map(each, callee, reader) for each in maps_field.items()]
+    stored: StoredOperator, number: Field, maps_field: Field, written_field: Field
+) -> ControlFlow:
+    callee = stored.reader.callees.at(number)
+    if list(stored.types) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
+        stored.fail(f"{callee.name} is called with other values than it takes")
+    maps = [_decode_map(each, callee, stored.reader) for each in maps_field.items()]
     written = [at.integer(0, callee.tensors - 1) for at in written_field.items()]
     op = FunctionCall(callee, maps, written)
-    op.name = op.__name__ = name
+    op.name = op.__name__ = stored.name
     return op
 
 
