@@ -162,7 +162,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: tsfunc.jacrev(torch.sin, chunk_size=0),
         ValueError,
-        "jacrev: `chunk_size` should be greater than 0.",
+        "jacrev: chunk_size should be None or greater than 0. (got 0)",
     ),
 ]
 COMPLEX = torch.complex(W, W)

@@ -101,14 +101,6 @@ def check_argnums(
     return tuple(wrapped)
 
 
-def select_arguments(
-    api: str, func: Callable[..., Any], args: Sequence[Any], argnums: Argnums
-) -> Any:
-    """Return the arguments that ``argnums`` names: one, or a tuple."""
-    chosen = check_argnums(api, func, argnums, len(args))
-    return args[chosen[0]] if isinstance(argnums, int) else tuple(args[i] for i in chosen)
-
-
 def replace_selected(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
     """Return the arguments with those that ``argnums`` names replaced."""
     positions, values = ((argnums,), (new,)) if isinstance(argnums, int) else (argnums, new)
@@ -200,6 +192,26 @@ def flatten_tensors(
         if names is not None:
             autograd.check_differentiable(leaf, names, i)
     return all_as_seen_by_current_level(leaves), spec
+
+
+def flatten_selected(
+    api: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums,
+    label: str = "the differentiated arguments",
+) -> tuple[Argnums, list[torch.Tensor], Any]:
+    """Return the leaves of the arguments that ``argnums`` names.
+
+    Returns:
+        ``argnums`` with nonnegative indices, the leaves, and their structure.
+    """
+    chosen = check_argnums(api, func, argnums, len(args))
+    positions = chosen[0] if isinstance(argnums, int) else chosen
+    primals = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
+    names = names_of_selected(func, args, chosen)
+    flat, spec = flatten_tensors(api, label, primals, names)
+    return positions, flat, spec
 
 
 def flatten_matching(

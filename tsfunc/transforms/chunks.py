@@ -27,8 +27,8 @@ Models = dict[Any, MemoryModel]
 _MODELS_KEPT = 64
 
 
-def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
-    """Return the chunk size for the two arguments of vmap.
+def check_chunks(api: str, chunk_size: Any, memory_budget: Any) -> Any:
+    """Return the chunk size for the two arguments of a transform.
 
     Raises:
         ValueError: an argument is invalid, or the two contradict each other.
@@ -37,19 +37,19 @@ def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
         number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
         if not number or not memory_budget > 0:
             raise ValueError(
-                f"vmap: memory_budget: expected None or a number of bytes greater than 0, got "
+                f"{api}: memory_budget: expected None or a number of bytes greater than 0, got "
                 f"{memory_budget!r}."
             )
         if chunk_size is not None and chunk_size != "auto":
             raise ValueError(
-                f"vmap: memory_budget: expected chunk_size='auto' beside it, got {chunk_size!r}."
+                f"{api}: memory_budget: expected chunk_size='auto' beside it, got {chunk_size!r}."
             )
         return "auto"
     if chunk_size is None or (isinstance(chunk_size, str) and chunk_size == "auto"):
         return chunk_size
     if isinstance(chunk_size, str) or not chunk_size > 0:
         raise ValueError(
-            f"vmap: chunk_size should be None or greater than 0. (got {chunk_size}) It can be "
+            f"{api}: chunk_size should be None or greater than 0. (got {chunk_size}) It can be "
             f"'auto' too."
         )
     return chunk_size

@@ -16,14 +16,12 @@ from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.transforms.argnums import (
     Argnums,
-    check_argnums,
+    flatten_selected,
     flatten_tensors,
     level_of,
     like,
-    names_of_selected,
     refuse_complex,
     replace_selected,
-    select_arguments,
 )
 from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
@@ -60,11 +58,7 @@ def _flat_function(
     api: str, func: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
 ) -> tuple[list[torch.Tensor], Any, Callable[..., Any]]:
     """Return the flat arguments to differentiate by, their structure, and the function of them."""
-    chosen = check_argnums(api, func, argnums, len(args))
-    positions = chosen[0] if isinstance(argnums, int) else chosen
-    primals = select_arguments(api, func, args, argnums)
-    names = names_of_selected(func, args, chosen)
-    flat, spec = flatten_tensors(api, "the differentiated arguments", primals, names)
+    positions, flat, spec = flatten_selected(api, func, args, argnums)
     refuse_complex(api, "inputs", flat)
 
     def of_leaves(*leaves: Any) -> Any:
@@ -137,9 +131,7 @@ def jacrev(
 
     Corresponds to ``torch.func.jacrev`` and ``jax.jacrev``.
     """
-    if isinstance(chunk_size, int) and chunk_size <= 0:
-        raise ValueError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
-    chunks = check_chunks(chunk_size, memory_budget)
+    chunks = check_chunks("jacrev", chunk_size, memory_budget)
 
     @like(func)
     @boundary("jacrev", func, traceable=chunks != "auto")

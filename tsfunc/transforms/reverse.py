@@ -36,9 +36,9 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.errors import EscapedTracerError
 from tsfunc.transforms.argnums import (
     Argnums,
-    check_argnums,
     flatten_matching,
     flatten_output,
+    flatten_selected,
     flatten_tensors,
     level_of,
     like,
@@ -46,7 +46,6 @@ from tsfunc.transforms.argnums import (
     refuse_unrecorded,
     replace_selected,
     same_sizes,
-    select_arguments,
     sizes_text,
     split_aux,
     traced_inputs,
@@ -329,11 +328,7 @@ def _value_and_grad(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradient, the value and the auxiliary part."""
-    chosen = check_argnums(api, func, argnums, len(args))
-    primals = select_arguments(api, func, args, argnums)
-    names = names_of_selected(func, args, chosen)
-    flat, spec = flatten_tensors(api, "the differentiated arguments", primals, names)
-    positions = chosen[0] if isinstance(argnums, int) else chosen
+    positions, flat, spec = flatten_selected(api, func, args, argnums)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         new = pytrees.unflatten(spec, inputs)

@@ -12,11 +12,9 @@ from tsfunc import pytrees
 from tsfunc.transforms.argnums import (
     Argnums,
     flatten_output,
-    flatten_tensors,
-    names_of_selected,
+    flatten_selected,
     refuse_complex,
     replace_selected,
-    select_arguments,
     split_aux,
 )
 
@@ -80,9 +78,9 @@ def blocks_of(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> Blocks:
     """Return a call as a function of one vector."""
-    selected = select_arguments(api, func, args, argnums)
-    names = names_of_selected(func, args, argnums)
-    tensors, spec = flatten_tensors(api, "the arguments to differentiate by", selected, names)
+    positions, tensors, spec = flatten_selected(
+        api, func, args, argnums, "the arguments to differentiate by"
+    )
     if not tensors:
         raise ValueError(f"{api}: the arguments to differentiate by have no tensor.")
     refuse_complex(api, "inputs", tensors)
@@ -97,7 +95,7 @@ def blocks_of(
     def function(vector: torch.Tensor) -> torch.Tensor:
         parts = zip(vector.split(sizes), tensors, strict=True)
         values = [part.view(x.shape) for part, x in parts]
-        given = replace_selected(args, argnums, pytrees.unflatten(spec, values))
+        given = replace_selected(args, positions, pytrees.unflatten(spec, values))
         out, _ = split_aux(api, func(*given, **kwargs), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_complex(api, "outputs", leaves)

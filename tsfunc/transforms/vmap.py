@@ -154,7 +154,7 @@ def vmap(
     unless their out_dim is None.
     """
     _check_modes(randomness, data_dependent, ragged)
-    chunks = check_chunks(chunk_size, memory_budget)
+    chunks = check_chunks("vmap", chunk_size, memory_budget)
     _check_axis_size(axis_size)
     spec = Spec(
         func, in_dims, out_dims, randomness, chunk_size=chunks, memory_budget=memory_budget,
