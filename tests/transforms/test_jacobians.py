@@ -11,6 +11,7 @@ import torch.func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import tsfunc
 from tests.transforms.support import Api, as_torch_func, messages_of_mistakes, same
@@ -81,7 +82,7 @@ def test_another_argument_is_written_into(jac: str) -> None:
     assert messages == ["ran"]
 
 
-def test_a_chunk_of_one_is_no_vmap() -> None:
+def test_one_row_is_no_vmap() -> None:
     """A backward pass may then use operations that a vmap refuses."""
 
     class Picky(torch.autograd.Function):
@@ -99,6 +100,9 @@ def test_a_chunk_of_one_is_no_vmap() -> None:
     with pytest.raises(RuntimeError, match=r"calling .item.. on a Tensor"):
         tsfunc.jacrev(Picky.apply, chunk_size=2)(W)
     assert tsfunc.jacrev(torch.sin, chunk_size=1)(W[:0]).shape == (0, 0)
+    for chunk_size in (None, 2, "auto"):  # the function has one row
+        rows = tsfunc.jacrev(Picky.apply, chunk_size=chunk_size)
+        same(rows(W[:1]), torch.tensor([[2.0]]))
 
 
 def test_preallocate_is_accepted() -> None:
@@ -133,6 +137,26 @@ HESSIANS: dict[str, Callable[[Api], Any]] = {
 @pytest.mark.parametrize("name", HESSIANS)
 def test_hessian_as_torch_func(name: str) -> None:
     as_torch_func(HESSIANS[name])
+
+
+@settings(max_examples=10)
+@given(sizes=st.tuples(*[st.integers(1, 5)] * 3), ends=st.sampled_from([(), (1,), (1, 1)]))
+def test_a_hessian_of_one_number_does_its_work_once(
+    sizes: tuple[int, int, int], ends: tuple[int, ...]
+) -> None:
+    """Its products are those of torch.func's, and no more."""
+    examples, features, width = sizes
+    x, weights = torch.randn(examples, features), torch.randn(features, width)
+
+    def loss(weights: Tensor) -> Tensor:
+        return (x @ weights).tanh().square().sum().view(ends)
+
+    def flops(hessian: Callable[..., Any]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            hessian(loss)(weights)
+        return counter.get_total_flops()
+
+    assert flops(tsfunc.hessian) == flops(torch.func.hessian)
 
 
 def test_keyword_arguments_and_empty_tensors() -> None:

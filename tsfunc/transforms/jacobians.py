@@ -14,6 +14,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
+from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.transforms.argnums import (
     Argnums,
     flatten_selected,
@@ -106,8 +107,8 @@ def jacrev(
         has_aux: if True, ``func`` returns an auxiliary value.
         chunk_size: the number of rows that are pulled back at a time. None takes all rows at once,
             "auto" as many as fit into ``memory_budget``, as for :func:`vmap`. With 1, the rows are
-            pulled back without a vmap, for backward passes that a vmap refuses. The rows of
-            DTensors always are.
+            pulled back without a vmap, for backward passes that a vmap refuses. A single row and
+            the rows of DTensors always are.
         memory_budget: the bytes that the pullbacks may take in addition to the function's own run.
 
     Returns:
@@ -146,15 +147,17 @@ def jacrev(
         def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
             return pullback(pytrees.unflatten(out_spec, cotangents))
 
-        if chunk_size == 1 or any(map(is_dtensor, outs)):
-            # A batch of plain cotangents can't be replicated as DTensors.
+        count = sum(out.numel() for out in outs)
+        if chunk_size == 1 or statically_known_true(count == 1) or any(map(is_dtensor, outs)):
+            # A batch of plain cotangents can't be replicated as DTensors, and one row needs no
+            # batch: in a jvp, operators on a batch and a saved value are pushed forward twice.
             rows = _rows_without_vmap(pull_flat, outs)
         elif chunks is None:
             rows = vmap(pull_flat)(_basis_vectors(outs))
         else:
             # Each chunk makes its rows of the basis; the whole basis has the square of the
             # output's size.
-            numbers = torch.arange(sum(out.numel() for out in outs))
+            numbers = torch.arange(count)
             mapped = vmap(lambda i: pull_flat(_unit(i, outs)), chunk_size=chunks,
                           memory_budget=memory_budget)  # fmt: skip
             rows = mapped(numbers)
