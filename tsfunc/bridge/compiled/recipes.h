@@ -278,7 +278,7 @@ std::shared_ptr<const Recipe> find_recipe(const Recipes& recipes, size_t hash, c
 
 // Keep a recipe, which other threads own while they run it.
 void keep_recipe(Recipes& recipes, size_t hash, std::shared_ptr<const Recipe> recipe) {
-  if (recipes.size() >= kMostRecipes) recipes.clear();
+  if (recipes.size() >= kMostRecipes && recipes.count(hash) == 0) recipes.clear();
   recipes[hash] = std::move(recipe);
 }
 
