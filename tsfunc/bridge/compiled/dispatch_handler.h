@@ -90,19 +90,18 @@ class DispatchHandler : public c10::OperatorKernel {
     }
   }
 
-  // Repeat the operator's recipe for a function's call that a level takes. The values are those of
-  // the operator's arguments, and tracers() is the stack of these. The function's plan keeps the
+  // Repeat the operator's recipe for a function's call that a level takes. values() is the stack of
+  // the operator's arguments as values, and tracers() as they are. The function's plan keeps the
   // recipes of the operator's plans that its calls have run; null for a call that was seen once.
   // Return the results in a class, or a tuple; null where torch is to call the operator.
-  template <class F>
+  template <class V, class T>
   Owned repeat(
-      PyObject* plan, const Call& call, PyObject* state, const Stack& values, F tracers,
-      PyObject* cls) {
+      PyObject* plan, const Call& call, PyObject* state, V values, T tracers, PyObject* cls) {
     Seen seen;
     if (!is_set(slot(op_, slots.direct_rule)) || !is_set(slot(op_, slots.operator_plans)) ||
         PyTuple_GET_SIZE(slot(op_, slots.written)) != 0 ||
         slot(call.level, slots.detaches_operands) == Py_True || !may_run_kernel(call, state) ||
-        !may_repeat(call, values, seen))
+        !may_repeat(call, values(), seen))
       return Owned();
     Recipes& recipes = recipes_of(plan);
     size_t hash = seen.hash();

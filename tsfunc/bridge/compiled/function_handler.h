@@ -146,7 +146,7 @@ Owned call_by_plan(
     if (handler == nullptr) return Owned();
     PyObject* form = slot(plan, slots.parsed);
     return handler->repeat(
-        plan, call, state.get(), stack_of_values(handler, form, call, false),
+        plan, call, state.get(), [&] { return stack_of_values(handler, form, call, false); },
         [&] { return stack_of_tracers(handler, form); }, slot(form, slots.result_class));
   };
   // One of these; null if torch refuses the call and the function's own method in Python may have a
