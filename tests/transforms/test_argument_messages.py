@@ -13,21 +13,56 @@ import tsfunc
 api: Any = tsfunc  # mistakes in types are mistakes for mypy, too
 X = torch.randn(3, 4)
 LINEAR = torch.nn.Linear(4, 2)
-TRANSFORMS = (
-    "vmap grad value_and_grad grad_and_value jacrev jacfwd hessian checkpoint closure_convert "
-    "make_graph sparse_jacobian jacobian_sparsity"
-).split()
+TAKE_A_FUNCTION: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: getattr(tsfunc, name)
+        for name in (
+            "vmap grad value_and_grad grad_and_value jacrev jacfwd hessian closure_convert "
+            "make_graph sparse_jacobian jacobian_sparsity custom_vjp custom_jvp custom_vmap "
+            "sequential_vmap"
+        ).split()
+    },
+    "vjp": lambda f: tsfunc.vjp(f, X),
+    "jvp": lambda f: tsfunc.jvp(f, (X,), (X,)),
+    "hvp": lambda f: tsfunc.hvp(f, (X,), (X,)),
+    "linearize": lambda f: tsfunc.linearize(f, X),
+    "linear_transpose": lambda f: tsfunc.linear_transpose(f, X),
+    "eval_shape": lambda f: tsfunc.eval_shape(f, X),
+    "explain": lambda f: tsfunc.explain(f, X),
+    "shard_map": lambda f: tsfunc.shard_map(f, tsfunc.VirtualMesh(dp=1), tsfunc.P(), tsfunc.P()),
+}
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", TAKE_A_FUNCTION)
 def test_a_value_in_the_place_of_a_function_is_refused_where_the_transform_is_made(
     name: str,
 ) -> None:
-    for value, kind in ((X.sin(), "Tensor"), (3, "int"), ({"a": X}, "dict")):
+    values = (None, "NoneType"), (X.sin(), "Tensor"), (3, "int"), ({"a": X}, "dict")
+    for value, kind in values:
         with pytest.raises(
-            TypeError, match=f"expected a function, got {kind}. Pass the function itself"
+            TypeError, match=f"^{name}: expected a function, got {kind}. Pass the function itself"
         ):
-            getattr(api, name)(value)
+            TAKE_A_FUNCTION[name](value)
+
+
+def test_checkpoint_without_a_function_is_a_decorator() -> None:
+    assert tsfunc.checkpoint(policy=None)(torch.sin)(X).equal(X.sin())
+    with pytest.raises(TypeError, match=r"^checkpoint: expected a function, got int. Pass the"):
+        api.checkpoint(3)
+
+
+EQUATIONS: dict[str, Callable[[], Any]] = {
+    "linear_solve: matvec": lambda: api.linear_solve(None, X, torch.sin),
+    "linear_solve: solve": lambda: api.linear_solve(torch.sin, X, None),
+    "implicit_root: f": lambda: api.implicit_root(None, X, torch.sin),
+    "implicit_root: solve": lambda: api.implicit_root(torch.sin, X, None),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_a_value_in_the_place_of_a_function_of_an_equation(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected a callable, got NoneType."):
+        EQUATIONS[name]()
 
 
 ADVICE: dict[str, tuple[Callable[[], Any], str]] = {

@@ -12,7 +12,7 @@ from optree import PyTreeSpec
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body
 from tsfunc.bridge.trace.trace_level import current_trace
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.ops.registry import Args, Kwargs
@@ -52,6 +52,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Corresponds to ``jax.eval_shape``.
     """
+    check_function("eval_shape", func)
     return pytrees.tree_map(
         _type_of, abstract_results(f"eval_shape({name_of(func)})", func, args, kwargs)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.transforms.consts import consts_of
@@ -46,6 +46,7 @@ def closure_convert(
     Similar to ``jax.closure_convert``. It serves functions with custom rules, such as solvers and
     integrators, whose closed-over tensors must be among the differentiable arguments.
     """
+    check_function("closure_convert", func)
     originals = consts_of([func])
     closed = [as_seen_by_current_level(x) for x in originals]
     tree = pytrees.structure_of(example_args)

@@ -32,6 +32,7 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
+from tsfunc.bridge.tracers.boundaries import check_function
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
@@ -341,6 +342,7 @@ class Rule(Generic[Result]):
         nondiff_argnums: int | Sequence[int] = (),
         nondiff_argnames: str | Sequence[str] = (),
     ) -> None:
+        check_function(self.label, func)
         if hasattr(func, "__name__"):
             functools.update_wrapper(self, func, updated=())
         self.func = func

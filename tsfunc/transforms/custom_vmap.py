@@ -10,7 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.trace.trace_level import current_trace
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.argnums import with_replaced
@@ -18,7 +18,7 @@ from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
-from tsfunc.user_code import folded_class
+from tsfunc.user_code import folded_class, folding
 
 
 @folded_class
@@ -160,6 +160,7 @@ class _UnbatchedCall(RuleFunction):
 custom_vmap.kind = _UnbatchedCall
 
 
+@folding("sequential_vmap")
 def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
     """Return a function that ``vmap`` calls once per example.
 
@@ -186,6 +187,7 @@ def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
 
     Corresponds to ``jax.custom_batching.sequential_vmap``.
     """
+    check_function("sequential_vmap", func)
     made = custom_vmap(func)
 
     @made.def_vmap

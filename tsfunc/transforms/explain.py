@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import UserLines, boundary
+from tsfunc.bridge.tracers.boundaries import UserLines, boundary, check_function
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.dispatch import DispatchKey
@@ -231,6 +231,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     Calls that are not explained have no overhead. torch has no counterpart; the nearest is the
     table of ``torch.profiler.profile``, which knows nothing of rules and loops.
     """
+    check_function("explain", func)
     recorder = Recorder(UserLines().here)
     with recording(recorder), _PlainCalls(recorder):
         func(*args, **kwargs)

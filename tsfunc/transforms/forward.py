@@ -18,7 +18,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.dual_level import DualLevelInUse, dual_level, may_carry_outer_tangents
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor, refusing_distribution
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
@@ -109,6 +109,7 @@ def jvp(
     computed by differentiating the pullback, which runs ``func`` once more. Forward mode runs on
     one thread at a time; other threads wait.
     """
+    check_function("jvp", func)
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
     if torch.is_inference_mode_enabled():

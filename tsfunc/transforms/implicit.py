@@ -24,6 +24,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.transforms.argnums import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, converted
+from tsfunc.transforms.control.call_forms import check_callable
 from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solve_equation, transpose
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
@@ -74,6 +75,7 @@ def linear_solve(
 
     Corresponds to ``jax.lax.custom_linear_solve``.
     """
+    check_callable("linear_solve", matvec=matvec, solve=solve)
     unknown = _Unknown("linear_solve", b, has_aux)
     if symmetric:
         transpose_solve = solve
@@ -137,6 +139,7 @@ def implicit_root(
     Similar to ``jax.lax.custom_root``: Christianson, "Reverse accumulation and implicit functions"
     (1998).
     """
+    check_callable("implicit_root", f=f, solve=solve)
     unknown = _Unknown("implicit_root", initial_guess, has_aux)
     count = len(unknown.flat)
 

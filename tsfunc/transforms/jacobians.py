@@ -10,7 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
@@ -303,4 +303,5 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
 
     Corresponds to ``torch.func.hessian`` and ``jax.hessian``.
     """
+    check_function("hessian", func)
     return jacfwd(jacrev(func, argnums), argnums)

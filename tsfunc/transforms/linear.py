@@ -9,7 +9,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
@@ -70,6 +70,7 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
     multiplication by the Hessian" (1994). Unlike ``torch.autograd.functional.hvp``, it does not
     return the value of ``func``.
     """
+    check_function("hvp", func)
     several = isinstance(primals, tuple) and len(primals) > 1
     argnums = tuple(range(len(primals))) if several else 0
     return jvp(grad(func, argnums), primals, tangents)[1]
@@ -105,6 +106,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     Corresponds to ``jax.linear_transpose``. The transpose is computed by reverse mode. An operator
     whose backward formula differs from the transpose of its derivative gets the backward formula.
     """
+    check_function("linear_transpose", func)
     label = f"linear_transpose({name_of(func)})"
     flat, spec = pytrees.flatten(primals)
     zeros = [_zeros(label, leaf) for leaf in flat]

@@ -9,7 +9,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.transforms.argnums import (
     flatten_matching,
@@ -73,6 +73,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     torch.func's transforms and of ``torch.compile``, each direction runs the function, by
     ``torch.func.jvp``.
     """
+    check_function("linearize", func)
     if (other_jvp := delegate("jvp")) is not None:
         out, kept = _split(func(*primals), has_aux)
 

@@ -25,7 +25,7 @@ from tsfunc.bridge.grad.linear_level import pullback_linearly
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.backward import end_leaf
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dtensors import refusing_distribution, replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
@@ -249,6 +249,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     Corresponds to ``torch.func.vjp`` and ``jax.vjp``.
     """
+    check_function("vjp", func)
     if (other := delegate("vjp")) is not None:
         return other(func, *primals, has_aux=has_aux)
     if torch.is_inference_mode_enabled():

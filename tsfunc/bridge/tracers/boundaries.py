@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _autograd, _current_autograd_node
@@ -33,8 +33,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # --- the public calls
 
+_NO_FUNCTION: Final = object()  # None is a value that a user can pass
 
-def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[F], F]:
+
+def check_function(name: str, func: Any) -> None:
+    """Raise TypeError for a value that is not callable in the place of a user's function."""
+    if not callable(func):
+        raise TypeError(
+            f"{name}: expected a function, got {type(func).__name__}. Pass the function itself, "
+            f"and call the result with the arguments."
+        )
+
+
+def boundary(name: str, func: Any = _NO_FUNCTION, traceable: bool = False) -> Callable[[F], F]:
     """Decorate a callable that users call: the traceback of an error that leaves it is folded.
 
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``interrupts``.
@@ -47,11 +58,10 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
     Raises:
         TypeError: ``func`` is not callable.
     """
-    if func is not None and not callable(func):
-        raise TypeError(
-            f"{name}: expected a function, got {type(func).__name__}. Pass the function itself, "
-            f"and call the result with the arguments."
-        )
+    if func is _NO_FUNCTION:
+        func = None
+    else:
+        check_function(name, func)
 
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:
