@@ -247,19 +247,19 @@ def _shared(x: Any, level: TracerLevel) -> Any:
 
 def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     """Apply the class to the values inside of the level's tracers, and wrap the results."""
-    if not isinstance(level, BatchLevel):
-        values = [value_at_level(arg, level) for arg in args]
-        with level.restored():
-            outs = apply_hook.apply_seen(cls, tuple(values))
-        leaves, tree = pytrees.flatten(outs)
-        results = rewrapped(leaves, [None] * len(leaves), values, args, level)
-        return pytrees.unflatten(tree, results)
-    if cls.vmap is not _torch_vmap:
-        leaves, tree = pytrees.flatten(args)  # the arguments may be containers of tensors
+    leaves, tree = pytrees.flatten(args)  # the arguments may be containers of tensors
+    if isinstance(level, BatchLevel):
+        if cls.vmap is _torch_vmap:
+            needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
+            return MappedFunction(cls, level, args, needs)(args)[0]
         if any(bdim_of(leaf, level) is not None for leaf in leaves):
             return _apply_vmap_staticmethod(cls, level, leaves, tree)
-    needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
-    return MappedFunction(cls, level, args, needs)(args)[0]
+    values = [value_at_level(leaf, level) for leaf in leaves]
+    with level.restored():
+        outs = apply_hook.apply_seen(cls, tuple(pytrees.unflatten(tree, values)))
+    results, tree = pytrees.flatten(outs)
+    results = rewrapped(results, [None] * len(results), values, leaves, level)
+    return pytrees.unflatten(tree, results)
 
 
 def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
