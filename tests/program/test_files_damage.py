@@ -427,6 +427,10 @@ def test_damaged_graphs_are_refused(
     refused(tmp_path, edited(good, GRAPH, lambda d: change(d) and None), f"{GRAPH}: .*(?:{match})")
 
 
+def settings(function: Any) -> Any:
+    return function["calls"][0]["form"]["settings"]
+
+
 FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("a program that is not there", lambda d: d["calls"][0].update(program=4), "expected an int"),
     ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that the call does not have"),
@@ -443,7 +447,13 @@ FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("dims", lambda d: first_leaf(d).update(dims=["__import__('os')", 4]), "joins integers and"),
     ("bounds", lambda d: d["calls"][0]["form"]["dims"].update(n="tensor[m]"), "of the dim 'n'"),
     ("grad", lambda d: first_leaf(d).update(requires_grad=1), "grad: expected true or false"),
-    ("settings", lambda d: d["calls"][0]["form"]["settings"].update(mood=1), "no such setting"),
+    ("settings", lambda d: settings(d).update(mood=1), "no such setting"),
+    ("values of settings", lambda d: settings(d).update({"default dtype": 1}),
+     "a value that default dtype can have, got 1"),
+    ("types of settings", lambda d: settings(d).update({"grad mode": 1}),
+     "a value that grad mode can have, got 1"),
+    ("names of settings", lambda d: settings(d).update({"float32 matmul precision": "fair"}),
+     "a value that float32 matmul precision can have, got 'fair'"),
 ]  # fmt: skip
 
 

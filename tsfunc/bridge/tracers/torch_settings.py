@@ -68,10 +68,20 @@ from tsfunc.user_code import is_user_frame, user_location
 
 
 class Setting(NamedTuple):
-    """A setting: its name, and the function that reads it."""
+    """A setting.
+
+    Attributes:
+        read: returns its value.
+        choices: the values that it can have; empty if these are all of the value's type.
+    """
 
     name: str
     read: Callable[[], Any]
+    choices: tuple[Any, ...] = ()
+
+    def admits(self, value: Any) -> bool:
+        """True if the setting can have a value."""
+        return type(value) is type(self.read()) and (not self.choices or value in self.choices)
 
 
 def autocast() -> tuple[Any, ...]:
@@ -111,7 +121,9 @@ _PLAIN = (
     Setting("warn_only of deterministic algorithms", _get_deterministic_algorithms_warn_only),
     Setting("cudnn.deterministic", _get_cudnn_deterministic),
     Setting("cudnn.benchmark", _get_cudnn_benchmark),
-    Setting("float32 matmul precision", _get_float32_matmul_precision),
+    Setting(
+        "float32 matmul precision", _get_float32_matmul_precision, ("highest", "high", "medium")
+    ),
     Setting("mesh axes", bound_mesh_axes),
 )
 SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))

@@ -18,7 +18,7 @@ import torch.fx
 
 from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings
+from tsfunc.bridge.tracers.torch_settings import SETTINGS, Setting, settings
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
@@ -56,6 +56,7 @@ from tsfunc.program.guarding.trace_guards import (
 )
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+from tsfunc.types.values import describe
 
 # --- the kinds of calls that programs serve, as JSON and back
 
@@ -155,14 +156,21 @@ class CallSpecReader:
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
         """Return torch's settings; a setting that is missing in the file gets its current value."""
-        given = field.mapping()
-        for name, value in given.items():
+        stored = field.mapping()
+        for name, value in stored.items():
             if name not in _SETTINGS:
                 value.fail("there is no such setting")
         return tuple(
-            ValueReader().decode(given[setting.name]) if setting.name in given else setting.read()
+            _setting(setting, stored[setting.name]) if setting.name in stored else setting.read()
             for setting in SETTINGS
         )
+
+
+def _setting(setting: Setting, field: Field) -> Any:
+    value = ValueReader().decode(field)
+    if not setting.admits(value):
+        field.fail(f"expected a value that {setting.name} can have, got {describe(value)}")
+    return value
 
 
 def _require_sizes(field: Field, inputs: Sequence[InputSpec], named_dims: Collection[str]) -> None:
