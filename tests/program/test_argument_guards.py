@@ -64,7 +64,8 @@ def guards_of(value: Any) -> list[ArgumentGuard]:
 def compiled(value: Any) -> GuardFunction:
     """Return the generated guard of a call with one argument."""
     lines, scope = guard_lines(guards_of(value), {}, 1)
-    return ClosureGuards().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
+    now = tuple(setting.read() for setting in SETTINGS)
+    return ClosureGuards().function(now, lines, scope.objects)
 
 
 def test_every_kind_of_guard_has_a_place() -> None:

@@ -302,4 +302,5 @@ def test_the_code_for_a_constant_tells_apart_what_same_value_does(number: int) -
     condition = differs("got", constant, code)
     for got in (*CONSTANTS, torch.ones(2)):
         other = copy.deepcopy(got)
-        assert eval(condition, {**code.scope, "got": other}) != same_value(constant, other), other
+        differ = eval(condition, {**code.scope.objects, "got": other})
+        assert differ != same_value(constant, other), other

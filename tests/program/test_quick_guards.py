@@ -14,6 +14,7 @@ from torch import Tensor
 from tsfunc import specialize, vmap
 from tsfunc.bridge.trace.tensor_guards import quick_check
 from tsfunc.bridge.tracers.torch_settings import settings, settings_condition
+from tsfunc.types.scope import Scope
 
 SHAPES = [(), (1,), (4,), (2, 3), (3, 2), (1, 3), (0, 2), (2, 1, 2)]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool]
@@ -142,11 +143,11 @@ def test_settings_have_changed_if_one_of_them_has() -> None:
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(300):
-        scope: dict[str, Any] = {}
+        scope = Scope()
         with some_settings(rng):
             before = settings()
-            condition = settings_condition(before, scope)
-            assert not eval(condition, scope)
+            condition = settings_condition(before, scope.name)
+            assert not eval(condition, scope.objects)
         for _ in range(5):
             with some_settings(rng):
-                assert bool(eval(condition, scope)) == (settings() != before)
+                assert bool(eval(condition, scope.objects)) == (settings() != before)

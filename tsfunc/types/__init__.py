@@ -9,6 +9,7 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     meta             MetaTensorType: the metadata of a tensor, its order and joins
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text
+    scope            the names of objects in generated code
     check_context    the state of a check of values, with every mismatch
     check_codegen    the check of values as generated code, which is fast for values that fit
     base             the base class of types: the operations on a type, as methods

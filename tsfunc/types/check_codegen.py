@@ -11,13 +11,14 @@ import abc
 import functools
 import inspect
 import keyword
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.scope import Scope
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import names_of_class, same_keys, same_value
 
@@ -46,7 +47,7 @@ def generate_type_check(type_: Generated, decide: Callable[[Any], Fits]) -> Fits
         decide: returns such a function for a type that generated code does not decide: a class
             with fields, an interface, a future.
     """
-    source = _TypeSource(decide, ())
+    source = _TypeSource(decide, ("value",))
     type_.emit("value", source, "    ")
     return source.function("fits", "value")
 
@@ -64,13 +65,13 @@ def generate_call(
         types: parameter name to type; sizes of one name are equal within all of them.
     """
     source = _TypeSource(decide, signature.parameters)
-    absent = source.new(_ABSENT)
+    absent = source.name(_ABSENT)
     for parameter in signature.parameters.values():
         at, type_ = parameter.name, types[parameter.name]
         if parameter.kind is parameter.VAR_POSITIONAL:
-            source.loop(item := source.new(), at, ((item, type_),), "    ")
+            source.loop(item := source.variable(), at, ((item, type_),), "    ")
         elif parameter.kind is parameter.VAR_KEYWORD:
-            source.loop(item := source.new(), f"{at}.values()", ((item, type_),), "    ")
+            source.loop(item := source.variable(), f"{at}.values()", ((item, type_),), "    ")
         elif parameter.default is parameter.empty:
             type_.emit(at, source, "    ")
         else:
@@ -113,9 +114,6 @@ def _names_of(cls: type) -> tuple[str, ...] | None:
     return names_of_class(cls)
 
 
-_BUILTINS: tuple[Any, ...] = (isinstance, len, type, list, dict, tuple, int, float, bool, str)
-
-
 def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
     """Yield Python conditions under which a dim does not allow a size."""
     if dim.one_of is not None:
@@ -136,28 +134,23 @@ class CheckCode(abc.ABC):
         taken: names that are in use already.
     """
 
-    def __init__(self, taken: Container[str]) -> None:
-        self.taken = taken
+    def __init__(self, taken: Iterable[str]) -> None:
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {}
+        self.scope = Scope(taken=taken)
         self.sizes: dict[str, str] = {}
         self.seen: list[str] = []
         self.loops = 0
-        self._count = 0
-        # Builtins get generated names, because a parameter can be called `type` or `len`.
-        self.known = {each: self.new(each) for each in (*_BUILTINS, torch.Tensor, _names_of)}
 
-    def new(self, value: object = None) -> str:
-        """Return a new variable; for an object, a name that refers to it."""
-        while (name := f"_{self._count}") in self.taken:
-            self._count += 1
-        self._count += 1
-        if value is not None:
-            self.scope[name] = value
-        return name
+    def variable(self) -> str:
+        """Return a new variable."""
+        return self.scope.unused("value")
+
+    def name(self, value: object) -> str:
+        """Return a name for an object: builtins too, as a parameter can be called ``type``."""
+        return "None" if value is None else self.scope.name(value)
 
     def no_instance(self, at: str, cls: type) -> str:
-        return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
+        return f"not {self.name(isinstance)}({at}, {self.name(cls)})"
 
     def function(self, name: str, parameters: str, result: str = "True") -> Fits:
         """Compile the lines to a function, which returns ``result`` (an expression) on success."""
@@ -167,7 +160,7 @@ class CheckCode(abc.ABC):
         text = "\n".join(
             [f"def {name}({parameters}):", *start, *self.lines, f"    return {result}"]
         )
-        scope = dict(self.scope)
+        scope = dict(self.scope.objects)
         exec(compile(text, "<tsfunc type check>", "exec"), scope)
         return scope[name]
 
@@ -183,40 +176,36 @@ class CheckCode(abc.ABC):
 
     def field_names(self, at: str) -> str:
         """Return code for the names of a named tuple's elements."""
-        return f"{self.known[_names_of]}({self.known[type]}({at}))"
+        return f"{self.name(_names_of)}({self.name(type)}({at}))"
 
     def elements(self, at: str, kind: type, element: Generated, indent: str) -> None:
         """Add lines for a list or tuple whose elements have one type."""
         self.refuse(self.no_instance(at, kind), indent)
-        item = self.new()
+        item = self.variable()
         self.loop(item, at, ((item, element),), indent)
 
     def literal(self, at: str, value: object, indent: str) -> None:
         if value is None or isinstance(value, bool):
             self.refuse(f"{at} is not {value}", indent)
         else:
-            wanted, same = self.new(value), self.new(same_value)
+            wanted, same = self.name(value), self.name(same_value)
             self.refuse(f"{at} is not {wanted} and not {same}({wanted}, {at})", indent)
 
     def entries(
         self, at: str, entries: tuple[Any, ...], children: tuple[Generated, ...], indent: str
     ) -> None:
         """Add lines for a dict whose length is checked: it must have exactly these entries."""
-        names = [repr(x) if type(x) is str else self.name_of(x) for x in entries]
+        names = [repr(x) if type(x) is str else self.name(x) for x in entries]
         if all(type(entry) is str for entry in entries):
             missing = " or ".join(f"{name} not in {at}" for name in names)
             if missing:
                 self.refuse(missing, indent)
         else:  # 1, 1.0 and True are the same key in Python
-            self.refuse(f"not {self.new(same_keys)}({self.new(entries)}, {at})", indent)
+            self.refuse(f"not {self.name(same_keys)}({self.name(entries)}, {at})", indent)
         for name, child in zip(names, children, strict=True):
-            part = self.new()
+            part = self.variable()
             self.lines.append(f"{indent}{part} = {at}[{name}]")
             child.emit(part, self, indent)
-
-    def name_of(self, value: object) -> str:
-        """Return a name that refers to an object, or None's literal."""
-        return "None" if value is None else self.new(value)
 
     def loop(
         self, target: str, over: str, items: Iterable[tuple[str, Generated]], indent: str
@@ -231,7 +220,7 @@ class CheckCode(abc.ABC):
             self.lines.pop()
 
     def unpack(self, at: str, elements: Sequence[Generated], indent: str) -> None:
-        items = [self.new() for _ in elements]
+        items = [self.variable() for _ in elements]
         if items:
             self.lines.append(f"{indent}{', '.join(items)}, = {at}")
         for item, type_ in zip(items, elements, strict=True):
@@ -239,40 +228,40 @@ class CheckCode(abc.ABC):
 
     def tensor(self, at: str, meta: MetaTensorType, indent: str) -> None:
         if meta.dtype is not None:
-            self.refuse(f"{at}.dtype is not {self.new(meta.dtype)}", indent)
+            self.refuse(f"{at}.dtype is not {self.name(meta.dtype)}", indent)
         dims = meta.dims if meta.dims is not None else meta.trailing
         if meta.dims is not None and all(isinstance(dim, int) for dim in dims):
             self.refuse(f"{at}.shape != {dims}", indent)
         elif meta.shape is not None:
-            shape, unlike = self.new(), "<" if meta.dims is None else "!="
+            shape, unlike = self.variable(), "<" if meta.dims is None else "!="
             self.lines.append(f"{indent}{shape} = {at}.shape")
             # In a loop, a shape equal to the previous tensor's fits again, as its names are bound.
             if self.loops:
-                self.seen.append(seen := self.new())
+                self.seen.append(seen := self.variable())
                 self.lines.append(f"{indent}if {shape} != {seen}:")
                 indent, outer = f"{indent}    ", indent
                 self.lines.append(f"{indent}{seen} = {shape}")
-            self.refuse(f"{self.known[len]}({shape}) {unlike} {len(dims)}", indent)
+            self.refuse(f"{self.name(len)}({shape}) {unlike} {len(dims)}", indent)
             for axis, dim in enumerate(dims, start=0 if meta.dims is not None else -len(dims)):
                 self.size(f"{shape}[{axis}]", dim, indent)
             indent = outer if self.loops else indent
         if meta.device is not None:
-            near = self.new(functools.partial(_is_on, meta.device))
+            near = self.name(functools.partial(_is_on, meta.device))
             self.refuse(
-                f"{at}.device != {self.new(meta.device)} and not {near}({at}.device)", indent
+                f"{at}.device != {self.name(meta.device)} and not {near}({at}.device)", indent
             )
         if meta.requires_grad is not None:
             self.refuse(f"{at}.requires_grad is not {meta.requires_grad}", indent)
         if meta.layout is not None:
-            self.refuse(f"{at}.layout is not {self.new(meta.layout)}", indent)
+            self.refuse(f"{at}.layout is not {self.name(meta.layout)}", indent)
         if meta.strides is not None or meta.memory_format is not None:
-            self.refuse(f"not {self.new(meta.is_laid_out)}({at})", indent)
+            self.refuse(f"not {self.name(meta.is_laid_out)}({at})", indent)
 
     def size(self, at: str, dim: DimForm, indent: str) -> None:
         if isinstance(dim, int):
             self.refuse(f"{at} != {dim}", indent)
         elif isinstance(dim, Dim):
-            variable = self.sizes.get(dim.name) or self.sizes.setdefault(dim.name, self.new())
+            variable = self.sizes.get(dim.name) or self.sizes.setdefault(dim.name, self.variable())
             for refused in refused_sizes(dim, at):
                 self.refuse(refused, indent)
             self.lines.append(f"{indent}if {variable} == -1: {variable} = {at}")
@@ -285,12 +274,12 @@ class _TypeSource(CheckCode):
     ``decide`` returns a function for a type that generated code does not decide.
     """
 
-    def __init__(self, decide: Callable[[Any], Fits], taken: Container[str]) -> None:
+    def __init__(self, decide: Callable[[Any], Fits], taken: Iterable[str]) -> None:
         super().__init__(taken)
         self.decide = decide
 
     def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
-        self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
+        self.refuse(f"not {self.name(self.decide(type_))}({at})", indent)
 
 
 # --- descriptors of a call
@@ -337,12 +326,12 @@ class _CallSource(CheckCode):
             default = ()
         elif parameter.kind is parameter.VAR_KEYWORD:
             default = {}
-        at = self.new()
+        at = self.variable()
         if default is parameter.empty:
             self.refuse(f"{name!r} not in arguments", "    ")
             self.lines.append(f"    {at} = arguments[{name!r}]")
         else:
-            self.lines.append(f"    {at} = arguments.get({name!r}, {self.name_of(default)})")
+            self.lines.append(f"    {at} = arguments.get({name!r}, {self.name(default)})")
         descriptor.emit(at, self, "    ")
 
     def finish(self) -> CallCheck:

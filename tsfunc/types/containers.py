@@ -143,7 +143,7 @@ class TSTuple(_FixedTuple):
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(source.no_instance(at, tuple), indent)
-        source.refuse(f"{source.known[len]}({at}) != {len(self.elements)}", indent)
+        source.refuse(f"{source.name(len)}({at}) != {len(self.elements)}", indent)
         source.unpack(at, self.elements, indent)
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
@@ -299,7 +299,7 @@ class TSDict(_Container):
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(source.no_instance(at, dict), indent)
-        key, item = source.new(), source.new()
+        key, item = source.variable(), source.variable()
         pairs = ((key, self.key), (item, self.value))
         source.loop(f"{key}, {item}", f"{at}.items()", pairs, indent)
 
@@ -432,7 +432,7 @@ class TSPytree(_Container):
         if self.kind not in (list, dict):
             return source.undecided(at, self, indent)
         source.refuse(source.no_instance(at, self.kind), indent)
-        source.refuse(f"{source.known[len]}({at}) != {len(self.children)}", indent)
+        source.refuse(f"{source.name(len)}({at}) != {len(self.children)}", indent)
         if self.kind is list:
             source.unpack(at, self.children, indent)
         else:

@@ -61,8 +61,8 @@ class TSPrimitiveType(TSType):
         if self == NONE:
             return source.refuse(f"{at} is not None", indent)
         cls = PYTHON_CLASSES[self.name]
-        derived = source.new(functools.partial(_is_derived, cls.__name__))
-        exact = f"{source.known[type]}({at}) is not {source.known[cls]}"
+        derived = source.name(functools.partial(_is_derived, cls.__name__))
+        exact = f"{source.name(type)}({at}) is not {source.name(cls)}"
         source.refuse(f"{exact} and not {derived}({at})", indent)
 
     @property
@@ -152,7 +152,7 @@ class TSTensor(TSType):
             context.tensor(value, self.meta, path)
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
-        exact = f"{source.known[type]}({at}) is not {source.known[torch.Tensor]} and "
+        exact = f"{source.name(type)}({at}) is not {source.name(torch.Tensor)} and "
         unlike = source.no_instance(at, self.cls)
         source.refuse(exact + unlike if self.cls is torch.Tensor else unlike, indent)
         source.tensor(at, self.meta, indent)

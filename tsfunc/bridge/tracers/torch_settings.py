@@ -150,31 +150,31 @@ def settings() -> tuple[Any, ...]:
     return tuple([setting.read() for setting in SETTINGS])
 
 
-def settings_condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
+def settings_condition(now: tuple[Any, ...], name: Callable[[Any], str]) -> str:
     """Return a Python expression that is true if the settings have changed.
 
     Args:
         now: the result of :func:`settings`.
+        name: returns a name for an object that the expression uses.
     """
     *plain, casts, device = now
     parts = []
-    for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
+    for setting, value in zip(_PLAIN, plain, strict=True):
         if value == "":
             continue  # with no axis bound, the function has found none
-        scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
-        same = "is" if isinstance(value, bool | torch.dtype) else "=="
-        parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")
-    scope |= {"autocast": autocast, "any_autocast": _is_any_autocast_enabled, "casts": casts}
-    scope |= {"modes": _len_torch_function_stack, "device": device}
-    scope["default_device"] = default_device
-    parts.append("autocast() != casts" if casts else "any_autocast()")
-    ours = "default_device() != device"
-    parts.append(f"modes() and {ours}" if device == _CPU else ours)
+        differs = "is not" if isinstance(value, bool | torch.dtype) else "!="
+        parts.append(f"{name(setting.read)}() {differs} {name(value)}")
+    if casts:
+        parts.append(f"{name(autocast)}() != {name(casts)}")
+    else:
+        parts.append(f"{name(_is_any_autocast_enabled)}()")
+    ours = f"{name(default_device)}() != {name(device)}"
+    parts.append(f"{name(_len_torch_function_stack)}() and {ours}" if device == _CPU else ours)
     changed = " or ".join(parts)
     if _handlers is None or casts or device != _CPU or plain[-1] != "":
         return changed
-    scope["are_settings"] = _handlers.settings_check(tuple(plain[:-1]))  # False may be wrong
-    return f"not are_settings() and ({changed})"
+    are_settings = name(_handlers.settings_check(tuple(plain[:-1])))  # its False may be wrong
+    return f"not {are_settings}() and ({changed})"
 
 
 _handlers = compiled.load()

@@ -293,9 +293,9 @@ class CachedProgram:
         opening = flatten_lines(call_spec.tree, scope, call_spec.keyword_order)
         return cls(
             program, call_spec.tree,
-            reads.function(settings, lines, scope, lazy=opening is not None),
+            reads.function(settings, lines, scope.objects, lazy=opening is not None),
             reads.function(settings, lazy=True), reason, key, call_spec,
-            None if opening is None else reads.entry_code(settings, opening, lines, scope),
+            None if opening is None else reads.entry_code(settings, opening, lines, scope.objects),
             refuses,
         )  # fmt: skip
 
@@ -316,7 +316,8 @@ class CachedProgram:
         """
         spec, reads = self.call_spec, self.program.closure_guards
         lines, scope = spec.guard_lines()
-        if reads is None or ClosureGuards().function(spec.settings, lines, scope)(flat) is None:
+        holds = ClosureGuards().function(spec.settings, lines, scope.objects)
+        if reads is None or holds(flat) is None:
             return None
         return differences(reads, spec.settings, flat)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +50,7 @@ from tsfunc.program.closure.guard_codegen import (
     lines_of_tensors,
     tensor_lines,
 )
-from tsfunc.types.values import describe, same_float, same_value
+from tsfunc.types.values import describe, same_value
 
 # --- guards on values that were read
 
@@ -149,9 +148,8 @@ class TypeOf(SourceGuard):
     def lines_of_many(cls, guards: Sequence[TypeOf], code: GuardCode) -> Iterator[str]:
         """Compare all types in one call into C."""
         found = ", ".join(code.variable(guard.source) for guard in guards)
-        code.scope["is_"] = operator.is_
-        expected = code.name([guard.cls for guard in guards])
-        yield f"if not all(map(is_, map(type, ({found},)), {expected})): return None"
+        is_, expected = map(code.name, (operator.is_, [guard.cls for guard in guards]))
+        yield f"if not all(map({is_}, map(type, ({found},)), {expected})): return None"
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,9 +276,8 @@ class Missing(SourceGuard):
         keys = [guard for guard in guards if guard.how == IN_DICT]
         if keys:
             found = ", ".join(code.variable(guard.source) for guard in keys)
-            code.scope["contains"] = operator.contains
-            names = code.name([guard.name for guard in keys])
-            yield f"if any(map(contains, ({found},), {names})): return None"
+            contains, names = map(code.name, (operator.contains, [guard.name for guard in keys]))
+            yield f"if any(map({contains}, ({found},), {names})): return None"
         for guard in guards:
             if guard.how != IN_DICT:
                 yield from guard.lines(code)
@@ -369,7 +366,6 @@ class ConditionHolds(Guard):
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Compute the condition; it does not hold for numbers with which it can't be computed."""
-        code.scope["math"] = math
         return (
             "try:",
             f"    if not ({self.condition.code}): return None",
@@ -506,7 +502,7 @@ class ClosureGuards:
         self,
         now: tuple[Any, ...],
         lines: Sequence[str] = (),
-        scope: Mapping[str, Any] = MappingProxyType({}),
+        objects: Mapping[str, Any] = MappingProxyType({}),
         lazy: bool = False,
     ) -> GuardFunction:
         """Return the guard function of the flattened arguments, which returns the inputs.
@@ -514,32 +510,31 @@ class ClosureGuards:
         Args:
             now: torch's settings.
             lines: lines about the arguments, which come first.
-            scope: the names that these lines use.
+            objects: the objects that these lines use, by name.
             lazy: True if the function is compiled at its first call, which may never happen.
         """
-        code, inputs = self._code(now, lines, scope)
+        code, inputs = self._code(now, lines, objects)
         given = "".join(f"{name}, " for name in inputs)
         return compile_guard("args", code.lines, f"({given})", code.scope, lazy)
 
     def entry_code(
         self, now: tuple[Any, ...], opening: Sequence[str], lines: Sequence[str],
-        scope: Mapping[str, Any],
+        objects: Mapping[str, Any],
     ) -> Enter:  # fmt: skip
         """Return the guard function for unflattened arguments; it returns all program inputs.
 
         Args:
             opening: lines that flatten ``args, kwargs`` to ``args``.
         """
-        code, inputs = self._code(now, [*opening, *lines], scope)
+        code, inputs = self._code(now, [*opening, *lines], objects)
         given = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"
         return compile_guard("args, kwargs", code.lines, given, code.scope)
 
     def _code(
-        self, now: tuple[Any, ...], lines: Sequence[str], scope: Mapping[str, Any]
+        self, now: tuple[Any, ...], lines: Sequence[str], objects: Mapping[str, Any]
     ) -> tuple[GuardCode, list[str]]:
         """Return the code of all guards, and the variables of the inputs."""
-        code = GuardCode()
-        code.scope |= {"Tensor": torch.Tensor, "same_float": same_float, **scope}
+        code = GuardCode(objects=objects)
         code.add([SettingsAre(now)])
         code.lines.extend(lines)
         for kind in _FIRST:

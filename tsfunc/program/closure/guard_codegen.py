@@ -36,6 +36,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.differences import ABSENT, Difference
 from tsfunc.types import Dim
+from tsfunc.types.scope import Scope
 from tsfunc.types.values import same_float, same_value
 
 # --- conversion of a call's arguments to a program's inputs, and of its outputs to the results
@@ -144,15 +145,13 @@ def _exact_keys(keys: Iterable[Any]) -> list[Any]:
 _EXACT_TYPES = (str, int, bool, type(None))  # two equal values of one of these types are the same
 
 
-def flatten_lines(
-    tree: optree.PyTreeSpec, scope: dict[str, Any], keyword_order: bool
-) -> list[str] | None:
+def flatten_lines(tree: optree.PyTreeSpec, scope: Scope, keyword_order: bool) -> list[str] | None:
     """Return Python lines that flatten ``args, kwargs`` into the list ``args``.
 
     The lines return None if the arguments do not have the structure.
 
     Args:
-        scope: receives the names that the lines use.
+        scope: receives the objects that the lines use.
         keyword_order: True if the function sees the order of ``kwargs``.
 
     Returns:
@@ -173,7 +172,7 @@ def flatten_lines(
 
 
 class _FlattenCode:
-    def __init__(self, scope: dict[str, Any]) -> None:
+    def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.lines: list[str] = []
         self.leaves: list[tuple[int, str]] = []
@@ -185,7 +184,7 @@ class _FlattenCode:
         if kind is int:
             self.leaves.append((value, at))
         elif kind in (tuple, list, dict):
-            name = f"c{len(self.lines)}"
+            name = self.scope.unused("container")
             wrong = f"len({name}) != {len(value)}"
             if kind is dict and value:
                 wrong = self.keys_condition(name, value)
@@ -199,18 +198,13 @@ class _FlattenCode:
 
     def keys_condition(self, at: str, value: dict[Any, Any]) -> str:
         """Return the Python condition that a dict has other keys than this one."""
-        return keys_condition([at], [list(value)], self.name)
-
-    def name(self, value: Any) -> str:
-        name = f"keys_{len(self.scope)}"
-        self.scope[name] = value
-        return name
+        return keys_condition([at], [list(value)], self.scope.name)
 
     def children(self, container: Any, name: str) -> None:
         """Add the lines for the elements of a container."""
         if isinstance(container, dict):
             for key, item in container.items():
-                self.value(item, f"{name}[{_spelled(key, self.scope)}]")
+                self.value(item, f"{name}[{_key_text(key, self.scope)}]")
         elif container and all(type(item) is int for item in container):
             self.leaves.append((container[0], f"*{name}"))
         else:
@@ -218,33 +212,29 @@ class _FlattenCode:
                 self.value(item, f"{name}[{i}]")
 
 
-def _spelled(key: Any, scope: dict[str, Any]) -> str:
-    if type(key) in (int, str):
-        return repr(key)
-    name = f"key_{len(scope)}"
-    scope[name] = key
-    return name
+def _key_text(key: Any, scope: Scope) -> str:
+    return repr(key) if type(key) in (int, str) else scope.name(key)
 
 
 def unflatten_function(tree: optree.PyTreeSpec) -> Build:
     """Return a function from flattened results to the nested results."""
-    scope: dict[str, Any] = {}
+    scope = Scope()
     try:
         text = _built(optree.tree_unflatten(tree, range(tree.num_leaves)), scope)
     except Exception:  # a user's class that does not accept these elements
         text = None
     if text is None:
         return partial(optree.tree_unflatten, tree)
-    return eval(f"lambda results: {text}", scope)
+    return eval(f"lambda results: {text}", scope.objects)
 
 
-def _built(value: Any, scope: dict[str, Any]) -> str | None:
+def _built(value: Any, scope: Scope) -> str | None:
     """Return the Python for results with numbers as leaves; None for other containers."""
     kind = type(value)
     if kind is int:
         return f"results[{value}]"
     if kind is dict:
-        parts = [(_spelled(key, scope), _built(item, scope)) for key, item in value.items()]
+        parts = [(_key_text(key, scope), _built(item, scope)) for key, item in value.items()]
         known = all(item is not None for _, item in parts)
         return f"{{{', '.join(f'{key}: {item}' for key, item in parts)}}}" if known else None
     if kind not in (tuple, list):
@@ -266,13 +256,13 @@ _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def compile_guard(
-    parameters: str, lines: Sequence[str], results: str, scope: dict[str, Any], lazy: bool = False
+    parameters: str, lines: Sequence[str], results: str, scope: Scope, lazy: bool = False
 ) -> Any:
     """Return the guard function with these lines.
 
     Args:
         lines: its body; a line returns None if a guard fails.
-        scope: the objects that the lines refer to by name.
+        scope: the objects that the lines refer to.
         lazy: True if it is compiled at its first call.
     """
     body = "".join(f"        {line}\n" for line in (*lines, f"return {results}"))
@@ -280,8 +270,8 @@ def compile_guard(
     source = f"def closure_guard({parameters}):\n    try:\n{body}{ending}"
 
     def make() -> Any:
-        exec(compile(source, "<tsfunc guard>", "exec"), scope)
-        return scope["closure_guard"]
+        exec(compile(source, "<tsfunc guard>", "exec"), scope.objects)
+        return scope.objects["closure_guard"]
 
     if not lazy:
         return make()
@@ -362,10 +352,12 @@ class Source:
 class GuardCode:
     """The Python of some guards, while it is generated.
 
+    Args:
+        objects: objects by the names that lines from elsewhere use.
+
     Attributes:
         count: the number of flattened arguments.
-        prefix: the beginning of the names of objects.
-        scope: the objects that the code refers to by name.
+        scope: the objects that the code refers to.
         bound: the named dims that have a variable.
         lines: the lines, those that bind the values on paths to variables included.
     """
@@ -374,21 +366,16 @@ class GuardCode:
         self,
         named_dims: Mapping[str, Dim] = MappingProxyType({}),
         count: int = 0,
-        prefix: str = "v",
+        objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.named_dims, self.count, self.prefix = named_dims, count, prefix
-        self.scope: dict[str, Any] = {}
+        self.named_dims, self.count = named_dims, count
+        self.scope = Scope({**objects, "math": math})  # conditions refer to `math`
         self.bound: set[str] = set()
         self.lines: list[str] = []
         self._variables: dict[tuple[Any, ...], str] = {}
-        self._names: dict[int, str] = {}
 
     def name(self, value: Any) -> str:
-        name = self._names.get(id(value))
-        if name is None:
-            name = self._names[id(value)] = f"{self.prefix}{len(self._names)}"
-            self.scope[name] = value
-        return name
+        return self.scope.name(value)
 
     def variable(self, source: Source) -> str:
         """Return the variable of a value; its binding is added to the lines."""
@@ -398,7 +385,7 @@ class GuardCode:
         elif known is None:
             base = "" if source.base is None else self.variable(source.base)
             item = "" if source.key is NO_KEY else f"[{self.name(source.key)}]"
-            known = self._variables[source.path] = f"p{len(self._variables)}"
+            known = self._variables[source.path] = self.scope.unused("value")
             self.lines.append(f"{known} = {source.step.replace('{}', base, 1)}{item}")
         return known
 
@@ -452,13 +439,13 @@ def tensor_lines(
         size_lines: lines that check sizes and strides; None if both are the sample's.
         any_grad: True if ``requires_grad`` is not checked.
     """
-    users, code.scope["is_tensor_of"] = users_class(type(sample)), is_tensor_of
+    users = users_class(type(sample))
     usual = torch.nn.Parameter if type(sample) is torch.nn.Parameter else users
     dtype, device, layout = map(code.name, (sample.dtype, sample.device, sample.layout))
     grad = "" if any_grad else f" or {at}.requires_grad is not {sample.requires_grad}"
     lines = [
-        f"if type({at}) is not {code.name(usual)} and not is_tensor_of({at}, {code.name(users)}): "
-        f"return None",
+        f"if type({at}) is not {code.name(usual)} "
+        f"and not {code.name(is_tensor_of)}({at}, {code.name(users)}): return None",
         f"if {at}.dtype is not {dtype} or {at}.device != {device}{grad}: return None",
         f"if {at}.layout is not {layout}: return None",  # some have no strides
     ]
@@ -535,7 +522,7 @@ class SettingsAre(Guard):
     values: Sequence[Any]
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        return (f"if {settings_condition(tuple(self.values), code.scope)}: return None",)
+        return (f"if {settings_condition(tuple(self.values), code.name)}: return None",)
 
     def texts(self, name: Names) -> Iterable[str]:
         return [f"{s.name} is {x}" for s, x in zip(SETTINGS, self.values, strict=True)]

@@ -14,7 +14,7 @@ import linecache
 import math
 import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,43 +39,18 @@ from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.owned_carries import owned_carries, without_copies
+from tsfunc.types.scope import Scope
 from tsfunc.types.values import same_value
 from tsfunc.user_code import LOCATIONS, Location
 
 # --- python source of a graph: one line per operator, without an interpreter or modules
 
 
-class SourceNames:
-    """The names of objects in the source: operators, lifted tensors and some constants."""
-
-    def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
-        self.scope: dict[str, Any] = {**lifted}
-        self._taken = set(locals_)
-        self._known: dict[int, str] = {}
-
-    def of_operator(self, function: Any, op: TorchOperator) -> str:
-        """Return the name of a function that runs an operator."""
-        known = self._known.get(id(function))
-        return known or self.of(function, op.packet)
-
-    def of(self, value: Any, wanted: str) -> str:
-        known = self._known.get(id(value))
-        if known is not None:
-            return known
-        name, i = wanted, 1
-        while name in self.scope or name in self._taken:
-            i += 1
-            name = f"{wanted}_{i}"
-        self.scope[name] = value
-        self._known[id(value)] = name
-        return name
-
-
 _LITERALS = (int, bool, str, type(None))
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _spell(value: Any, names: SourceNames) -> str:
+def _spell(value: Any, scope: Scope) -> str:
     """Return an argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
@@ -84,45 +59,45 @@ def _spell(value: Any, names: SourceNames) -> str:
     if isinstance(value, InputRef):
         return f"args[{value.index}]"
     if isinstance(value, deque):
-        return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"
+        return f"{scope.name(deque, 'deque')}({_spell(list(value), scope)})"
     if isinstance(value, set):
-        return f"{names.of(value, 'elements')}.copy()"
+        return f"{scope.name(value, 'elements')}.copy()"
     if isinstance(value, list):
-        return "[" + ", ".join(_spell(item, names) for item in value) + "]"
+        return "[" + ", ".join(_spell(item, scope) for item in value) + "]"
     if isinstance(value, tuple):
-        return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
+        return "(" + "".join(_spell(item, scope) + ", " for item in value) + ")"
     if type(value) is defaultdict:
-        factory = names.of(value.default_factory, "factory")
-        return f"{names.of(defaultdict, 'defaultdict')}({factory}, {_spell(dict(value), names)})"
+        factory = scope.name(value.default_factory, "factory")
+        return f"{scope.name(defaultdict, 'defaultdict')}({factory}, {_spell(dict(value), scope)})"
     if isinstance(value, dict):
         return (
             "{"
-            + ", ".join(f"{_spell(k, names)}: {_spell(v, names)}" for k, v in value.items())
+            + ", ".join(f"{_spell(k, scope)}: {_spell(v, scope)}" for k, v in value.items())
             + "}"
         )
     if isinstance(value, slice):
-        parts = ", ".join(_spell(part, names) for part in (value.start, value.stop, value.step))
-        return f"{names.of(slice, 'slice')}({parts})"
+        parts = ", ".join(_spell(part, scope) for part in (value.start, value.stop, value.step))
+        return f"{scope.name(slice, 'slice')}({parts})"
     if isinstance(value, _TORCH_CONSTANTS):
-        return f"{names.of(torch, 'torch')}.{str(value).removeprefix('torch.')}"
+        return f"{scope.name(torch, 'torch')}.{str(value).removeprefix('torch.')}"
     if isinstance(value, torch.device):
-        return f"{names.of(torch, 'torch')}.device({str(value)!r})"
+        return f"{scope.name(torch, 'torch')}.device({str(value)!r})"
     if type(value) is float and math.isfinite(value):
         return repr(value)
     if type(value) is complex and cmath.isfinite(value):
         text = repr(value)
         if same_value(value, ast.literal_eval(text)):
             return text
-        return f"{names.of(complex, 'complex')}({value.real!r}, {value.imag!r})"  # signs of zeros
+        return f"{scope.name(complex, 'complex')}({value.real!r}, {value.imag!r})"  # signs of zeros
     if type(value) is float:
-        return _spell_infinite(value, names)
-    return names.of(value, "constant")
+        return _spell_infinite(value, scope)
+    return scope.name(value, "constant")
 
 
-def _spell_infinite(value: float, names: SourceNames) -> str:
+def _spell_infinite(value: float, scope: Scope) -> str:
     """Return an infinity or NaN, with its sign."""
     sign = "-" if math.copysign(1, value) < 0 else ""
-    kind = names.of(math.nan, "nan") if math.isnan(value) else names.of(math.inf, "inf")
+    kind = scope.name(math.nan, "nan") if math.isnan(value) else scope.name(math.inf, "inf")
     return f"{sign}{kind}"
 
 
@@ -135,35 +110,35 @@ _OPERATORS = {
 _SIZE: Final = torch.ops.aten.sym_size.int
 
 
-def _expression(node: torch.fx.Node, names: SourceNames) -> str:
+def _expression(node: torch.fx.Node, scope: Scope) -> str:
     """Return the right-hand side of a node's line."""
     target: Any = node.target
     if target is operator.getitem:
-        return f"{_spell(node.args[0], names)}[{node.args[1]!r}]"
+        return f"{_spell(node.args[0], scope)}[{node.args[1]!r}]"
     if target is _SIZE:
-        return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
+        return f"{_spell(node.args[0], scope)}.shape[{node.args[1]!r}]"
     op, args = node.meta.get("op"), node.args
     if op is None and target in _OPERATORS and len(args) == 2:
-        left, right = (_spell(arg, names) for arg in args)
+        left, right = (_spell(arg, scope) for arg in args)
         return f"{left} {_OPERATORS[target]} {right}"
     kwargs: Mapping[str, Any] = node.kwargs
     call: UserCall | None = node.meta.get("call")
     on_node = None if call is None else call.on(node)
     if isinstance(target, ControlFlow):
-        called = names.of(target, target.name)
+        called = scope.name(target, target.name)
     elif call is not None and on_node is not None:
         (args, kwargs), function = on_node, call.function
-        called = names.of(function, getattr(function, "__name__", "function"))
+        called = scope.name(function, getattr(function, "__name__", "function"))
     elif isinstance(op, TorchOperator):
         function = fast_function(op, node.args, node.kwargs)
         sizes: Any = args[1] if op.name in METHODS_OF_SIZES else None
         if sizes and function is METHODS_OF_SIZES[op.name] and len(args) == 2:
             args = (args[0], *sizes)  # parsed faster than a list
-        called = names.of_operator(function, op)
+        called = scope.name(function, op.packet)
     else:
-        called = names.of(target, getattr(target, "__name__", "function"))
-    parts = [_spell(arg, names) for arg in args]
-    parts += [f"{name}={_spell(arg, names)}" for name, arg in kwargs.items()]
+        called = scope.name(target, getattr(target, "__name__", "function"))
+    parts = [_spell(arg, scope) for arg in args]
+    parts += [f"{name}={_spell(arg, scope)}" for name, arg in kwargs.items()]
     return f"{called}({', '.join(parts)})"
 
 
@@ -192,13 +167,13 @@ class Statement(NamedTuple):
 
 
 def statements(
-    graph: torch.fx.Graph, inputs: Sequence[int], names: SourceNames, updates: Sequence[Update] = ()
+    graph: torch.fx.Graph, inputs: Sequence[int], scope: Scope, updates: Sequence[Update] = ()
 ) -> Iterator[Statement]:
     """Yield a graph as the statements of a function's body.
 
     Args:
         inputs: the index of each input in the list that the function is called with.
-        names: the names of the objects that the statements use.
+        scope: receives the objects that the statements use.
         updates: the assignments that the function ends with.
     """
     indices = iter(inputs)
@@ -211,25 +186,25 @@ def statements(
                 quiet = False  # the inputs of a body come at their first use
                 yield Statement(f"{node.name} = args[{index}]", node)
         elif node.op == "output":
-            yield from _ending(node, updates, names)
+            yield from _ending(node, updates, scope)
         elif node.op == "call_function":
             if node.meta.get("no_grad"):
                 if not quiet:
-                    yield Statement(f"with {names.of(torch, 'torch')}.no_grad():")
+                    yield Statement(f"with {scope.name(torch, 'torch')}.no_grad():")
                 indent, quiet = "    ", True
             else:
                 indent, quiet = "", False
             # A result without users is not held until the program ends.
             result = f"{node.name} = " if node.users else ""
-            yield Statement(f"{indent}{result}{_expression(node, names)}", node)
+            yield Statement(f"{indent}{result}{_expression(node, scope)}", node)
             if dropped[node]:
                 yield Statement(f"{indent}del {', '.join(dropped[node])}")
 
 
-def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> SourceNames:
-    """Return names for the objects of a graph's source, other than the function's and values'."""
+def scope_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Scope:
+    """Return the scope of a graph's source, in which the values and the function have names."""
     # The function may have the name of an operator.
-    return SourceNames(lifted, (generated_name(name), *(node.name for node in graph.nodes)))
+    return Scope(lifted, taken=(generated_name(name), *(node.name for node in graph.nodes)))
 
 
 def generated_name(name: str) -> str:
@@ -254,9 +229,9 @@ def generate(
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             write_bodies(node.target)
-    names = names_of(name, graph, lifted)
+    scope = scope_of(name, graph, lifted)
     called = generated_name(name)
-    written = list(statements(graph, inputs, names, updates))
+    written = list(statements(graph, inputs, scope, updates))
     lines = [f"    {each.text}\n" for each in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
@@ -265,9 +240,9 @@ def generate(
         for line, each in enumerate(written, start=2)
         if each.node is not None and each.node.meta.get("location") is not None
     }
-    scope = {**names.scope, LOCATIONS: locations}
-    exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
-    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
+    objects = {**scope.objects, LOCATIONS: locations}
+    exec(compile(source, f"<tsfunc program {called}>", "exec"), objects)
+    function: Callable[[Sequence[Any]], Sequence[Any]] = objects[called]
     operators = (node.meta.get("op") for node in graph.nodes)
     if any(isinstance(op, TorchOperator) and op.name in BACKWARD_FORMULAS for op in operators):
         function = differentiable(function)
@@ -296,23 +271,21 @@ def _is_plain(function: Any) -> bool:
     return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 
 
-def _ending(
-    output: torch.fx.Node, updates: Sequence[Update], names: SourceNames
-) -> Iterator[Statement]:
+def _ending(output: torch.fx.Node, updates: Sequence[Update], scope: Scope) -> Iterator[Statement]:
     """Yield the updates, whose tensors are the last results of the graph, and the return."""
     results: Any = output.args[0]
     count = len(results) - sum(len(each.slots()) for each in updates)
 
     def spell(value: Any) -> str:
-        return _spell(fill(value, results[count:]), names)
+        return _spell(fill(value, results[count:]), scope)
 
     for each in updates:
         if each.buffer is not None and each.slots():
             arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_assignment, 'note_assignment')}({arguments})")
+            yield Statement(f"{scope.name(note_assignment, 'note_assignment')}({arguments})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
-    yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
+    yield Statement(f"return {_spell(tuple(results[:count]), scope)}", output)
 
 
 def write_bodies(op: ControlFlow) -> None:
@@ -365,7 +338,7 @@ def _lines(
         if node.op == "get_attr":
             yield f"# {node.target}: {known[node.name]}"
     last = ""
-    for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
+    for statement in statements(graph, inputs, scope_of(name, graph, lifted), updates):
         node = statement.node
         location = node.meta.get("location") if node is not None else None
         if location is not None and line_of(location) != last:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.program.graphs.codegen import line_of, names_of, statements
+from tsfunc.program.graphs.codegen import line_of, scope_of, statements
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.properties import draw, properties_of
 
@@ -116,7 +116,7 @@ def _graph(
     nodes: dict[str, dict[str, Any]] = {}
     lines = []
     last = ""
-    for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
+    for statement in statements(graph, inputs, scope_of(name, graph, lifted), updates):
         node = statement.node
         if node is None:
             lines.append(escape(statement.text))

@@ -42,9 +42,10 @@ from tsfunc.program.guarding.guards import (
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, sizes_of_call
 from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ArgumentCondition, TraceGuard
 from tsfunc.types import Dim, MetaTensorType
+from tsfunc.types.scope import Scope
 from tsfunc.types.values import PathTexts
 
-GuardLines = tuple[list[str], dict[str, Any]]
+GuardLines = tuple[list[str], Scope]
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,12 +274,12 @@ def conditions_among(guards: Iterable[Guard]) -> list[Condition]:
 
 
 def guard_lines(guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: int) -> GuardLines:
-    """Return lines that return None if a guard fails, and the objects that they refer to by name.
+    """Return lines that return None if a guard fails, and the objects that they refer to.
 
     Args:
         count: the number of flattened arguments.
     """
-    code = GuardCode(named_dims, count, prefix="arg_")
+    code = GuardCode(named_dims, count)
     for kind in (*ARGUMENT_KINDS, *TRACE_KINDS):
         code.add([guard for guard in guards if type(guard) is kind])
     return code.lines, code.scope

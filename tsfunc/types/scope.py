@@ -1,0 +1,45 @@
+"""The names in generated code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+
+class Scope:
+    """The objects that generated code refers to by name.
+
+    Args:
+        objects: objects that have names already.
+        taken: other names that the code uses.
+
+    Attributes:
+        objects: the objects by name: the globals of the code.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any] = MappingProxyType({}), taken: Iterable[str] = ()
+    ) -> None:
+        self.objects: dict[str, Any] = dict(objects)
+        self._names = {id(value): name for name, value in objects.items()}
+        self._taken = {*objects, *taken}
+        self._counts: Counter[str] = Counter()
+
+    def name(self, value: Any, stem: str = "obj") -> str:
+        """Return the name of an object; a new one is ``stem``, ``stem_2`` and so on."""
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = self.unused(stem)
+            self.objects[name] = value
+        return name
+
+    def unused(self, stem: str) -> str:
+        """Return the first name of a stem that is not taken, and take it."""
+        name = ""
+        while not name or name in self._taken:
+            self._counts[stem] += 1
+            name = stem if self._counts[stem] == 1 else f"{stem}_{self._counts[stem]}"
+        self._taken.add(name)
+        return name
