@@ -262,11 +262,39 @@ class Carry:
             for leaf, needs in zip(self.leaves, self.needed, strict=True)
         ]
 
-    def single_example_stacks(self) -> list[TracerStack | None]:
-        """Return the layouts for one example of the hidden vmaps."""
-        return [
+    def trace_step(
+        self, run: Callable[..., Any], check: Callable[[Any, Any], None], slices: Sequence[Any] = ()
+    ) -> tuple[list[Any], TracedBody]:
+        """Return the tensors of the carry, and a body that returns numbers of the types it takes.
+
+        Args:
+            run: the step; it takes the tensors and the slices, and first returns the next carry.
+            check: takes the carry and the result, and raises an error if they do not match.
+        """
+        while True:
+            inputs = self.inputs()
+            body = TracedBody(self.trace, run, [*inputs, *slices], self.hidden, by_value=True)
+            check(self.tree_with_numbers(inputs), body.out)
+            if self.numbers_match(body):
+                return inputs, body
+
+    def result_layout(self, body: TracedBody) -> tuple[list[Any], list[Any]] | None:
+        """Return the stacks and orders with which the results of a step are laid out as the carry.
+
+        None if the carry has changed for the results: the step must be traced again.
+        """
+        count, needed = len(self.leaves), body.batched()
+        if self.add_frames(needed[:count]):
+            return None
+        stacks = [
             None if stack is None else self.hidden.input_layout(stack) for stack in self.stacks()
         ]
+        stacks += [
+            common([needs]) if isinstance(leaf, torch.Tensor) else None
+            for leaf, needs in zip(body.leaves[count:], needed[count:], strict=True)
+        ]
+        orders = self.orders(body, stacks)
+        return None if orders is None else (stacks, orders)
 
 
 def scan_dim_first(x: Any) -> Any:
@@ -308,27 +336,14 @@ def record_scan(
         check_pair(label, pair)
         return (pair[0], draw_counts()), pair[1]
 
-    while True:
-        inputs = carry.inputs()
-        body = TracedBody(trace, run, [*inputs, *slices], by_value=True)
-        (new, _), ys = body.out
-        given, _ = carry.tree_with_numbers(inputs)
+    def check(before: Any, after: Any) -> None:
         names = ("the carry", "the carry that the function returns")
-        check_carried(label, names, (given, new), advice)
-        if not carry.numbers_match(body):
-            continue
-        needed = body.batched()
-        if carry.add_frames(needed[: len(carry.leaves)]):
-            continue
-        y_leaves = body.leaves[len(carry.leaves) :]
-        y_stacks = [
-            common([needs]) if isinstance(leaf, torch.Tensor) else None
-            for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
-        ]
-        stacks = [*carry.stacks(), *y_stacks]
-        orders = carry.orders(body, stacks)
-        if orders is not None:
-            break
+        check_carried(label, names, (before[0], after[0][0]), advice)
+
+    layout = None
+    while layout is None:
+        inputs, body = carry.trace_step(run, check, slices)
+        layout = carry.result_layout(body)
     if written := written_outside([body]):
 
         def f_on_copies(carried: Any, x: Any) -> Any:
@@ -342,8 +357,8 @@ def record_scan(
         )
         copy_back(written, values)
         return last, ys
-    y_spec = pytrees.structure_of(ys)
-    results = body.end(stacks, orders)
+    y_spec, y_leaves = pytrees.structure_of(body.out[1]), body.leaves[len(carry.leaves) :]
+    results = body.end(*layout)
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
     stacked = [
         stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
@@ -383,23 +398,20 @@ def record_while(
     Raises:
         CannotUnbatch: a vmap can't be hidden.
     """
-    names = ("the carry", "the result of the body")
     trace = _trace()
     carry = Carry(trace, init, HiddenVmaps([] if choice is None else vmaps_of(choice)))
-    while True:
-        inputs = carry.inputs()
-        hidden = carry.hidden
-        body = TracedBody(
-            trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden, by_value=True
-        )
-        check_carried(
-            label, names, (shown(carry.tree_with_numbers(inputs)), shown(body.out)), advice
-        )
-        if not carry.numbers_match(body):
-            continue
+
+    def check(before: Any, after: Any) -> None:
+        names = ("the carry", "the result of the body")
+        check_carried(label, names, (shown(before), shown(after)), advice)
+
+    layout = None
+    while layout is None:
+        inputs, body = carry.trace_step(lambda *values: body_fun(carry.tree(values)), check)
         condition = TracedBody(
-            trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden, by_value=True
-        )
+            trace, lambda *values: cond_fun(carry.tree(values)), inputs, carry.hidden,
+            by_value=True,
+        )  # fmt: skip
         condition.convert_results([torch.bool] * len(condition.leaves))
         differs = [x for x in condition.batched()[0].values() if x.bdim is not None]
         if differs and choice is None:
@@ -407,33 +419,30 @@ def record_while(
             return run_visible(tree, cond_fun(tree), differs[-1].level)
         if differs:  # possible from the second step on, if the body batches its carry
             more = vmaps_of(condition.leaves[0])
-            carry.hidden = HiddenVmaps([*hidden.levels.values(), *more])
-        elif not carry.add_frames(body.batched()):
-            stacks = carry.single_example_stacks()
-            orders = carry.orders(body, stacks)
-            if orders is not None:
-                break
+            carry.hidden = HiddenVmaps([*carry.hidden.levels.values(), *more])
+        else:
+            layout = carry.result_layout(body)
     if written := written_outside([condition, body]):
 
-        def on_copies(func: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def run(carried: Any) -> Any:
-                copies = use_copies(trace, written, carried[1])
-                out = func(carried[0])
-                return (out, copies) if func is body_fun else out
+        def body_on_copies(carried: Any) -> Any:
+            copies = use_copies(trace, written, carried[1])
+            return body_fun(carried[0]), copies
 
-            return run
+        def cond_on_copies(carried: Any) -> Any:
+            use_copies(trace, written, carried[1])
+            return cond_fun(carried[0])
 
         def in_sight(carried: Any, value: Any, level: Any) -> Any:
             return run_visible(carried[0], value, level), written
 
+        copied = init, [x.clone() for x in written]
         last, values = record_while(
-            label, on_copies(cond_fun), on_copies(body_fun),
-            (init, [x.clone() for x in written]), choice, in_sight, checkpoint, advice,
+            label, cond_on_copies, body_on_copies, copied, choice, in_sight, checkpoint, advice,
             lambda carried: shown(carried[0]),
         )  # fmt: skip
         copy_back(written, values)
         return last
-    results = [r for r in body.end(stacks, orders) if r is not None]
+    results = [r for r in body.end(*layout) if r is not None]
     condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
     made = [
