@@ -20,7 +20,7 @@ from tsfunc.types.classes import class_type
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.lattice import is_below, join_pairs, ordered_intersection
-from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
+from tsfunc.types.meta import MetaTensorType, narrower_size, split_by, substitute, wider_of
 from tsfunc.types.reading import as_descriptor, parse_descriptor
 from tsfunc.types.single import ANY, TSTensor, literal
 from tsfunc.types.sizes import DimExpr
@@ -139,11 +139,8 @@ class Descriptors(Mapping[str, Descriptor]):
             k: int
         """
         right = _as_set(other)
-        below, above = self <= right, right <= self
-        if below and above:
-            return min(self, right, key=str)
-        if below or above:
-            return right if below else self
+        if (wider := wider_of(self, right, self <= right, right <= self)) is not None:
+            return wider
         names = ordered_intersection(self, right)
         joined = join_pairs([(self[name], right[name]) for name in names])
         pairs = zip(names, joined, strict=True)
@@ -179,11 +176,7 @@ class Descriptors(Mapping[str, Descriptor]):
             x: tensor[1, 3], train: Literal[True]
             x: tensor[n>=2, 3], train: Literal[True]
         """
-        sets = [self]
-        for name, several in alternatives.items():
-            choices = list(choices_of(name, several))
-            sets = [each._narrowed(name, choice) for each in sets for choice in choices]
-        return tuple(sets)
+        return split_by(self, alternatives, Descriptors._narrowed)
 
     def _narrowed(self, name: str, choice: Any) -> Descriptors:
         if name in self:

@@ -72,7 +72,7 @@ from tsfunc.types.containers import (
 )
 from tsfunc.types.dims import DimForm
 from tsfunc.types.grammar import require_type
-from tsfunc.types.meta import JoinSizes, MetaTensorType, join_descriptions
+from tsfunc.types.meta import JoinSizes, MetaTensorType, join_descriptions, wider_of
 from tsfunc.types.single import ANY, DOUBLE, FLOAT, NONE, TSModuleType, TSTensor, Value
 from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.unions import TSUnion, optional
@@ -153,11 +153,9 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
 
     Source: the unification of types at the joins of control flow in TorchScript.
     """
-    below, above = is_subtype(left, right), is_subtype(right, left)
-    if below and above:  # they differ only in names of sizes
-        return min(left, right, key=str)
-    if below or above:
-        return right if below else left
+    wider = wider_of(left, right, is_subtype(left, right), is_subtype(right, left))
+    if wider is not None:
+        return wider
     one, other = nominal_view(left), nominal_view(right)
     return _generalized([(one, other)], of_call=False)[0]
 

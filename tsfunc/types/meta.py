@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, NoReturn, TypeAlias, Union, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, Union, overload
 
 import torch
 
@@ -17,6 +17,8 @@ from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
 from tsfunc.types.sizes import DimExpr, SizeSum
 from tsfunc.types.values import parse_fields, plain_name, size_text, tensor_text
 from tsfunc.user_code import folded_class
+
+T = TypeVar("T")
 
 _UNION: Any = Union  # type checkers accept it only with constant arguments
 
@@ -177,11 +179,8 @@ class MetaTensorType:
             raise DescriptorError(
                 f"join: expected a MetaTensorType, got {other!r} of type {type(other).__name__}"
             )
-        below, above = self <= other, other <= self
-        if below and above:
-            return min(self, other, key=str)
-        if below or above:
-            return other if below else self
+        if (wider := wider_of(self, other, self <= other, other <= self)) is not None:
+            return wider
         sizes = Generalization(self.sizes, other.sizes, always_named=True)
         join_descriptions(self, other, sizes.count)
         return join_descriptions(self, other, sizes.size)
@@ -214,11 +213,7 @@ class MetaTensorType:
             f32[1, 3]
             f32[n>=2, 3]
         """
-        parts = [self]
-        for name, several in alternatives.items():
-            choices = list(choices_of(name, several))
-            parts = [_split_one(each, name, choice) for each in parts for choice in choices]
-        return tuple(parts)
+        return split_by(self, alternatives, _split_one)
 
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
@@ -446,13 +441,38 @@ def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
     return narrower
 
 
-def choices_of(name: str, several: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
-        raise DescriptorError(
-            f"split({name}=...): expected a list of alternatives, got {several!r} of type "
-            f"{type(several).__name__}"
-        )
-    return several
+def wider_of(left: T, right: T, below: bool, above: bool) -> T | None:
+    """Return the wider of two descriptions, or None if there is none.
+
+    Args:
+        below: True if the right one describes everything that the left one does.
+        above: the same of the left one; if both hold, they differ only in names of sizes.
+    """
+    if below and above:
+        return min(left, right, key=str)
+    if below or above:
+        return right if below else left
+    return None
+
+
+def split_by(
+    wide: T, alternatives: Mapping[str, Iterable[Any]], narrowed: Callable[[T, str, Any], T]
+) -> tuple[T, ...]:
+    """Return all combinations of alternatives for the parts of a description.
+
+    Args:
+        narrowed: returns a description with one alternative for a part.
+    """
+    results = [wide]
+    for name, several in alternatives.items():
+        if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
+            raise DescriptorError(
+                f"split({name}=...): expected a list of alternatives, got {several!r} of type "
+                f"{type(several).__name__}"
+            )
+        choices = list(several)
+        results = [narrowed(result, name, choice) for result in results for choice in choices]
+    return tuple(results)
 
 
 def narrower_size(name: str, size: Any) -> DimForm:
