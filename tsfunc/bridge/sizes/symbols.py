@@ -327,16 +327,11 @@ class Symbols:
         if self._env is None:
             return []
         variables = {**variables, **self._read}
-        called = {symbol: variables.get(name) for symbol, name in self._names.items()}
-        known = {
-            symbol: type(symbol)(_divided_text(name, self._steps[symbol]))
-            for symbol, name in called.items()
-            if name is not None
-        }
-        stored, named = self._as_dims_or_numbers(), self._as_names()
+        of_guard = self._spelled(variables.get)
+        stored, named = self._as_dims_or_numbers(), self._spelled(str)
         conditions = [
             Condition(
-                code_text(guard.expr.xreplace(known)),
+                code_text(guard.expr.xreplace(of_guard)),
                 self.spell(guard.expr),
                 tuple(sorted(self._dims_in(guard.expr))),
                 code_text(guard.expr.xreplace(named)),
@@ -368,11 +363,17 @@ class Symbols:
         symbols = number.node.expr.free_symbols
         return bool(symbols) and all(self._names.get(each) in self.numbers for each in symbols)
 
-    def _as_names(self) -> dict[Any, Any]:
-        """Return each symbol as an expression in a symbol with its Python name."""
+    def _spelled(self, code_of: Callable[[str], str | None]) -> dict[Any, Any]:
+        """Return the symbols that have code as symbols whose names are the code.
+
+        Args:
+            code_of: returns the code of a named dim or number, or None.
+        """
+        codes = {symbol: code_of(name) for symbol, name in self._names.items()}
         return {
-            symbol: type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
-            for symbol, name in self._names.items()
+            symbol: type(symbol)(_divided_text(code, self._steps.get(symbol, 1)))
+            for symbol, code in codes.items()
+            if code is not None
         }
 
     def _as_dims_or_numbers(self) -> dict[Any, Any]:
@@ -384,16 +385,13 @@ class Symbols:
             for symbol, name in self._names.items()
             if name in self._values
         }
-        return {**self._as_names(), **of_call}
+        return {**self._spelled(str), **of_call}
 
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
         """Return a function that checks all guards at other sizes; None without guards."""
         if self._env is None or not self._env.guards:
             return None
-        values = {
-            symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps.get(symbol, 1)})")
-            for symbol, name in self._names.items()
-        }
+        values = self._spelled(lambda name: f"sizes[{name!r}]")
         constraints = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
         text = " and ".join(f"({constraint})" for constraint in constraints)
         return eval(f"lambda sizes: {text}", {"math": math})
