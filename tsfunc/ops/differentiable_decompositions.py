@@ -175,12 +175,6 @@ def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *r
     return out.to(x.dtype), x.new_empty(0), x.new_empty(0)
 
 
-def batch_norm_with_update(*args: Any) -> Any:
-    """``aten::_batch_norm_with_update``; only its own derivative reads the last result."""
-    x = args[0]
-    return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
-
-
 def batch_norm_evaluating(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
 ) -> Any:
@@ -188,21 +182,37 @@ def batch_norm_evaluating(
     return native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)
 
 
-def batch_norm_with_reserve(*args: Any) -> Any:
-    """``aten::cudnn_batch_norm`` in evaluation; only its own derivative reads the last result."""
-    x, training = args[0], args[5]
-    if training:
-        return NotImplemented
-    return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
+def cudnn_batch_norm(*args: Any) -> Any:
+    """``aten::cudnn_batch_norm`` in evaluation."""
+    return NotImplemented if args[5] else native_batch_norm(*args)
 
 
-def batch_norm_no_update(*args: Any) -> Any:
-    return (*batch_norm_evaluating(*args), args[0].new_empty((0,), dtype=torch.uint8))
+def _with_reserve(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a batch norm with one more result, which only the operator's own derivative reads."""
+
+    def with_reserve(x: Tensor, *args: Any) -> Any:
+        results = norm(x, *args)
+        if results is NotImplemented:
+            return NotImplemented
+        return *results, x.new_empty((0,), dtype=torch.uint8)
+
+    return with_reserve
 
 
 def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     """``aten::_native_batch_norm_legit.no_stats``"""
     return native_batch_norm(x, weight, bias, None, None, *rest)
+
+
+def _recomputed(x: Tensor, scale: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the mean and the scale over ``dims`` with their derivatives.
+
+    Args:
+        scale: the saved scale; it determines eps, which has no derivative.
+    """
+    var = x.var(dims, correction=0, keepdim=True)
+    eps = scale.detach().square().reciprocal() - var.detach()
+    return x.mean(dims, keepdim=True), (var + eps).rsqrt()
 
 
 def _normalization_grad(
@@ -241,11 +251,7 @@ def layer_norm_backward(
         in_accumulation_dtype(x),
         in_accumulation_dtype(grad),
     )
-    mean = wide.mean(dims, keepdim=True)
-    var = wide.var(dims, correction=0, keepdim=True)
-    # The saved scale determines eps, which has no derivative.
-    eps = scale.detach().square().reciprocal() - var.detach()
-    scale = (var + eps).rsqrt()
+    mean, scale = _recomputed(wide, scale, dims)
     outer = list(range(x.dim() - len(shape)))
     by_normalized = cotangent if weight is None else cotangent * weight
     scaled = cotangent * (wide - mean) * scale
@@ -438,11 +444,7 @@ def group_norm_backward(
         in_accumulation_dtype(x).reshape(shape),
         in_accumulation_dtype(grad).reshape(shape),
     )
-    mean = wide.mean(dims, keepdim=True)
-    var = wide.var(dims, correction=0, keepdim=True)
-    # The saved scale determines eps, which has no derivative.
-    eps = scale.detach().reshape(n, groups, 1, 1).square().reciprocal() - var.detach()
-    scale = (var + eps).rsqrt()
+    mean, scale = _recomputed(wide, scale.reshape(n, groups, 1, 1), dims)
     by_normalized = cotangent
     if weight is not None:
         by_normalized = cotangent * weight.reshape(1, groups, c // groups, 1)
@@ -482,7 +484,7 @@ TRACED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,
     "aten::_native_batch_norm_legit.no_stats": batch_norm_no_stats,
-    "aten::_batch_norm_with_update": batch_norm_with_update,
+    "aten::_batch_norm_with_update": _with_reserve(native_batch_norm),
     "aten::glu": glu,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
@@ -518,8 +520,8 @@ WEIGHTED: dict[str, tuple[Callable[..., Any], int]] = {
     "aten::native_batch_norm": (native_batch_norm, 3),
     "aten::_native_batch_norm_legit": (native_batch_norm, 3),
     "aten::_native_batch_norm_legit_no_training": (batch_norm_evaluating, 3),
-    "aten::_batch_norm_no_update": (batch_norm_no_update, 3),
-    "aten::cudnn_batch_norm": (batch_norm_with_reserve, 3),
+    "aten::_batch_norm_no_update": (_with_reserve(batch_norm_evaluating), 3),
+    "aten::cudnn_batch_norm": (_with_reserve(cudnn_batch_norm), 3),
     "aten::miopen_batch_norm": (native_batch_norm, 3),
     "aten::binary_cross_entropy_backward": (binary_cross_entropy_backward, 3),
     "aten::native_batch_norm_backward": (batch_norm_backward, 3),
