@@ -13,11 +13,11 @@ from tsfunc.bridge.batch.selections import (
     SelectionRules,
     is_in_place,
     named,
-    selections_in,
     together,
 )
 from tsfunc.bridge.batch.tracer_indices import masked_items
 from tsfunc.bridge.tracers.function_registry import WRITERS
+from tsfunc.bridge.tracers.operators import objects_in
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import Kwargs
@@ -142,7 +142,7 @@ def _selection_like(x: Selection, elements: torch.Tensor, mask: torch.Tensor) ->
 def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``cat`` along the dim of the elements; the elements of plain tensors are all selected."""
     parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
-    lead = next(selections_in(parts))
+    lead = next(objects_in(Selection, parts))
     elements, masks = [], []
     for part in parts:
         if isinstance(part, Selection):

@@ -15,10 +15,10 @@ from tsfunc.bridge.batch.selections import (
     Selection,
     SelectionRules,
     named,
-    selections_in,
     together,
 )
 from tsfunc.bridge.tracers.function_registry import Stage
+from tsfunc.bridge.tracers.operators import objects_in
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.registry import Kwargs
 
@@ -66,7 +66,7 @@ def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -
 
 def _embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     x = args[0]
-    if not isinstance(x, Selection) or any(selections_in((*args[1:], *kwargs.values()))):
+    if not isinstance(x, Selection) or any(objects_in(Selection, (*args[1:], *kwargs.values()))):
         return NotImplemented
     return x.like(func(x.elements, *args[1:], **kwargs), x.after + 1)
 

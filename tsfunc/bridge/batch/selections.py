@@ -21,7 +21,7 @@ calls. Derivatives of every kind, outer levels and traces see ``torch.where`` an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import METHODS, SELECTIONS, FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers
+from tsfunc.bridge.tracers.operators import objects_in
 from tsfunc.bridge.tracers.tracer import (
     HOOKED,
     NO_KWARGS,
@@ -255,22 +256,13 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
     return elements.unflatten(value.element_dim, mask.shape)
 
 
-def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
-    """Yield the selections among values and nested lists of values."""
-    for value in values:
-        if isinstance(value, Selection):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from selections_in(value)
-
-
 def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
     """Return the first selection, and all values in the order of its elements.
 
     Values that broadcast with the elements are returned unchanged. ``by`` is the name of the
     operation, for the error.
     """
-    lead = next(selections_in(args))
+    lead = next(objects_in(Selection, args))
     values: list[Any] = []
     for value in args:
         if isinstance(value, Selection):
@@ -319,7 +311,9 @@ def _serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         rule = _elementwise if _is_elementwise(func) else _composite
     out = rule(func, args, kwargs)
     if out is NotImplemented:
-        next(selections_in((*args, *kwargs.values()))).refuse(getattr(func, "__name__", str(func)))
+        next(objects_in(Selection, (*args, *kwargs.values()))).refuse(
+            getattr(func, "__name__", str(func))
+        )
     return out
 
 

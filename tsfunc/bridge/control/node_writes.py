@@ -16,18 +16,10 @@ from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
+    objects_in,
     updates_statistics,
 )
 from tsfunc.bridge.writing.storages import memory_of
-
-
-def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
-    """Yield the nodes in an argument."""
-    if isinstance(value, torch.fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nodes_in(item)
 
 
 def written_by_operator(node: torch.fx.Node, op: TorchOperator) -> Iterator[torch.fx.Node]:
@@ -35,17 +27,17 @@ def written_by_operator(node: torch.fx.Node, op: TorchOperator) -> Iterator[torc
     if op.name not in STATISTICS or updates_statistics(op.name, node.args):
         for i in op.written:
             if i < len(node.args):
-                yield from nodes_in(node.args[i])
+                yield from objects_in(torch.fx.Node, node.args[i])
     for argument, value in op.signature.bind((), node.kwargs):
         if argument.writes:
-            yield from nodes_in(value)
+            yield from objects_in(torch.fx.Node, value)
 
 
 def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments that a call writes into, itself or in a body."""
     if isinstance(node.target, ControlFlow):
         inputs = sorted({i for body in node.target.bodies for i in written_inputs(body)})
-        return [value for i in inputs for value in nodes_in(node.args[i])]
+        return [value for i in inputs for value in objects_in(torch.fx.Node, node.args[i])]
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator) or not (op.writes or op.name in STATISTICS):
         return []

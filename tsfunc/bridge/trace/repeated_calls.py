@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -44,7 +44,7 @@ from tsfunc.bridge.sizes.fake_results import (
     IncompleteMetadataError,
 )
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, objects_in, operator_of
 from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey
@@ -261,7 +261,7 @@ class RepeatedCalls:
                 described = self._results.described(values, [x.value for x in operands])
         except IncompleteMetadataError:
             return None
-        used = sorted({item.position for item in _operands_in((*given, *named.values()))})
+        used = sorted({item.position for item in objects_in(_Operand, (*given, *named.values()))})
         return RepeatedCall(op, given, named, used, described, container)
 
     def _repeat(self, known: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
@@ -324,14 +324,6 @@ def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     if type(arg) not in PLAIN:
         raise IncompleteMetadataError
     return arg
-
-
-def _operands_in(values: Any) -> Iterator[_Operand]:
-    for value in values:
-        if type(value) is _Operand:
-            yield value
-        elif type(value) is list or type(value) is tuple:
-            yield from _operands_in(value)
 
 
 def _filled(arg: Any, operands: Sequence[Any]) -> Any:

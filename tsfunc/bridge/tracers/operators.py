@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C import (
@@ -418,12 +418,19 @@ def map_items(function: Callable[[Any], Any], arg: Any) -> Any:
     return function(arg)
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(values, torch.Tensor):
+T = TypeVar("T")
+
+
+def objects_in(kind: type[T], values: Any) -> Iterator[T]:
+    """Yield the objects of a class in nested lists, tuples and dicts."""
+    if isinstance(values, kind):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from tensors_in(value)
+            yield from objects_in(kind, value)
     elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
+        yield from objects_in(kind, list(values.values()))
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    return objects_in(torch.Tensor, values)

@@ -11,12 +11,13 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.control.node_writes import nodes_in, written_by_operator
+from tsfunc.bridge.control.node_writes import written_by_operator
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     draws,
+    objects_in,
     updates_statistics,
 )
 
@@ -201,7 +202,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from node.all_input_nodes
         return
     if op.name in _UNDECLARED:
-        yield from nodes_in(node.args[0])
+        yield from objects_in(torch.fx.Node, node.args[0])
         return
     if not declares_sharing(op):
         if op.composite and op.name not in NEW_MEMORY:
@@ -210,7 +211,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         return
     for argument, value in op.signature.bind(node.args, node.kwargs):
         if argument.aliased:
-            yield from nodes_in(value)
+            yield from objects_in(torch.fx.Node, value)
 
 
 @functools.cache
