@@ -212,10 +212,6 @@ def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
 
 
-class NestedInputError(RuntimeError):
-    """Internal error: an input is a nested tensor, which has no single size to match."""
-
-
 def mapped_dims(
     spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], inputs: Any
 ) -> tuple[list[int | None], Any]:
@@ -237,7 +233,7 @@ def mapped_dims(
             bdims.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in PLAIN_TENSORS and is_nested(value):
-            raise NestedInputError
+            raise RuntimeError("a nested tensor has no single size to match")
         shape = value.shape  # a strided nested tensor raises RuntimeError here
         rank = len(shape)
         if not -rank <= dim < rank:

@@ -157,14 +157,12 @@ class Specialized(Generic[_Params, _Result]):
                     try:
                         return entry.build(entry.run(values))
                     except NeedsInlining:
-                        out = self._call_inlined(args, kwargs)
-                        return out
+                        return self._call_inlined(args, kwargs)
                     except RuntimeError as error:
                         if self._has_function:
                             raise_user_assertion(self.func, args, kwargs, entry.program, error)
                         raise
-            out = self._on_cache_miss(args, kwargs)
-            return out
+            return self._on_cache_miss(args, kwargs)
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
                 fold_traceback(error, self._label)
@@ -182,8 +180,7 @@ class Specialized(Generic[_Params, _Result]):
                 raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
-        out = self.func(*args, **kwargs)
-        return out
+        return self.func(*args, **kwargs)
 
     def _find_nan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the function without its program: NOTE [watching for NaNs].
