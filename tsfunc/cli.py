@@ -241,7 +241,7 @@ def _one_operator(name: str) -> None:
         overloads = overloads_of(name if "::" in name else f"aten::{name}")
         if not overloads:
             _fail(str(error))
-        entries = [ops.lookup(each) for each in overloads]
+        entries = [ops.lookup(overload) for overload in overloads]
         _table(
             ["overload", "category", "under vmap"],
             [[each.name, each.category.value, _rule_under_vmap(each)] for each in entries],

@@ -42,7 +42,7 @@ def raise_as_one_example(op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs) 
         op(*examples, **named)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         items = (x if isinstance(x, list | tuple) else [x] for x in examples)
-        tensors = [x for each in items for x in each if isinstance(x, Tensor)]
+        tensors = [x for item in items for x in item if isinstance(x, Tensor)]
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         call = f"{function_name(op)} was called on examples of shape {shapes}"
         if len({x.dtype for x in tensors}) > 1:

@@ -74,7 +74,7 @@ class Program(ProgramData):
     @classmethod
     def of(cls, data: ProgramData) -> Program:
         """Return the program with the data of a file."""
-        return cls(**{each.name: getattr(data, each.name) for each in fields(data)})
+        return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     def properties(self) -> ProgramProperties:
         """Return the dtype, sizes, device, layout and ``requires_grad`` of each value.
@@ -216,13 +216,13 @@ class Program(ProgramData):
                 f"got {placeholders}."
             )
         results = [len(node.args[0]) for node in self.graph.nodes if node.op == "output"]
-        wanted = self.out_tree.num_leaves + sum(len(each.slots()) for each in self.updates)
+        wanted = self.out_tree.num_leaves + sum(len(update.slots()) for update in self.updates)
         if results and results[-1] != wanted:
             raise MalformedProgramError(
                 f"{self.name}: expected a graph of {wanted} results, as the program has, "
                 f"got {results[-1]}."
             )
-        constraints = [each.constraint for each in conditions_among(self.trace_guards)]
+        constraints = [condition.constraint for condition in conditions_among(self.trace_guards)]
         verify(self.graph, self.lifted, self.name, constraints)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -125,7 +125,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 def by_position(parameters: Parameters) -> list[str]:
     """Return the parameters that can be passed by position, without ``*args``."""
-    return [name for name, each in parameters.items() if each.kind in _BY_POSITION]
+    return [name for name, parameter in parameters.items() if parameter.kind in _BY_POSITION]
 
 
 def _name_of_kind(parameters: Parameters, kind: Any) -> str | None:

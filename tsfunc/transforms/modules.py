@@ -68,7 +68,7 @@ def _refuse_different(kind: str, states: Sequence[State]) -> None:
     first = states[0]
     for i, state in enumerate(states):
         for name in dict.fromkeys([*first, *state]):
-            a, b = (_described(each.get(name)) for each in (first, state))
+            a, b = (_described(tree.get(name)) for tree in (first, state))
             if a != b:
                 raise RuntimeError(
                     f"stack_module_state: expected {kind} of equal names and shapes in all models, "

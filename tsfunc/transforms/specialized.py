@@ -281,7 +281,7 @@ class Specialized(Generic[_Params, _Result]):
 
     def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
         """Return each program's descriptors by name; positional ones are one program's."""
-        by_name = [each for each in descriptors if isinstance(each, Mapping)]
+        by_name = [descriptor for descriptor in descriptors if isinstance(descriptor, Mapping)]
         if len(by_name) == len(descriptors):
             return by_name
         names = by_position(self.target.signature.parameters)
@@ -582,7 +582,9 @@ def read_loaded(
             f"{label}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None
     loaded.saved_state, loaded.label = saved.state, label
-    programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
+    programs = {
+        program: Program.of(program) for program in [answer.program for answer in saved.answers]
+    }
     refused = loaded.target.refusal_test(None, True)
     loaded.cache.entries = tuple(
         CachedProgram.of_call_spec(

@@ -219,7 +219,7 @@ class Order:
     def below(self, narrower: TSType, wider: TSType) -> bool:
         """True if one type is below another."""
         if narrower.is_union:
-            return all(self.below(each, wider) for each in narrower.choices)
+            return all(self.below(choice, wider) for choice in narrower.choices)
         return wider.is_above(narrower, self)
 
     def below_any(self, narrower: TSType, alternatives: Sequence[TSType]) -> bool:
@@ -233,7 +233,7 @@ class Order:
 
     def all_below(self, narrower: Sequence[TSType] | None, wider: TSType) -> bool:
         """True if there are types, each below one type."""
-        return narrower is not None and all(self.below(each, wider) for each in narrower)
+        return narrower is not None and all(self.below(element, wider) for element in narrower)
 
     def pairs_below(self, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
         """True if there are as many types as others, each below the other at its position."""

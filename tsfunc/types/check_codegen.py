@@ -305,13 +305,13 @@ def generate_check(
     Returns:
         The function; None if the descriptors have no generated code.
     """
-    dims = (dim for each in descriptors.values() for dim in each.dims)
+    dims = (dim for descriptor in descriptors.values() for dim in descriptor.dims)
     if any(isinstance(dim, DimExpr) for dim in dims):
         return None  # an expression is computed or solved only when all of its names are known
     lines = _CallSource(("arguments",))
     try:
-        for name, each in descriptors.items():
-            lines.argument(name, signature.parameters[name], each)
+        for name, descriptor in descriptors.items():
+            lines.argument(name, signature.parameters[name], descriptor)
     except _SlowError:
         return None
     return lines.finish()

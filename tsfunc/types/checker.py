@@ -81,7 +81,7 @@ class TypeCheck(CheckContext):
 
     def types_of_fields(self, value: Any, cls: type) -> Mapping[str, TSType]:
         types = attribute_types(cls)
-        names = [each.name for each in dataclasses.fields(cls) if hasattr(value, each.name)]
+        names = [field.name for field in dataclasses.fields(cls) if hasattr(value, field.name)]
         return {name: types[name] for name in names}
 
     def methods(self, value: Any, interface: type, path: Path) -> None:

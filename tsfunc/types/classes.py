@@ -215,4 +215,4 @@ def _is_empty(method: types.FunctionType) -> bool:
     if code.co_names == ("NotImplementedError",):
         return any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code))
     nothing = all(step.opname in _NOTHING for step in dis.get_instructions(code))
-    return nothing and all(each in (None, method.__doc__) for each in code.co_consts)
+    return nothing and all(constant in (None, method.__doc__) for constant in code.co_consts)

@@ -151,7 +151,7 @@ class TSTuple(_FixedTuple):
         return fixed and order.pairs_below(narrower.element_types(tuple), self.elements)
 
     def as_python(self) -> str:
-        items = ", ".join(each.as_python() for each in self.elements)
+        items = ", ".join(element.as_python() for element in self.elements)
         return f"({items},)" if len(self.elements) == 1 else f"({items})"
 
 

@@ -219,9 +219,9 @@ def _read(
         for parameter in signature.parameters
         if parameter in descriptors
     }
-    for parameter, each in read.items():
-        _require_kind(signature, signature.parameters[parameter], each)
-    leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
+    for parameter, descriptor in read.items():
+        _require_kind(signature, signature.parameters[parameter], descriptor)
+    leaves = [leaf for p, descriptor in read.items() for leaf in tensor_leaves(descriptor, p)]
     dims = _named_dims(leaves)
     _solve(leaves, dims)
     _require_sizes(leaves, dims)
@@ -370,11 +370,11 @@ def in_order(contracts: Sequence[Contract], what: str) -> tuple[Contract, ...]:
     Raises:
         DescriptorError: a call can fit two contracts, neither of which is narrower.
     """
-    all_ = [Descriptors(each.descriptors) for each in contracts]
+    all_ = [Descriptors(contract.descriptors) for contract in contracts]
     for j, right in enumerate(all_):
         for i, left in enumerate(all_[:j]):
             _require_order(left, right, (i + 1, j + 1), what)
-    below = [sum(other < each for other in all_) for each in all_]
+    below = [sum(other < contract for other in all_) for contract in all_]
     return tuple(contracts[i] for i in sorted(range(len(all_)), key=below.__getitem__))
 
 
@@ -386,8 +386,8 @@ def _require_order(
         return
     fault = "are equivalent" if below else "can both fit one call, and neither is narrower"
     shown = "".join(
-        f"  {number}: {', '.join(str(each).splitlines()) or 'nothing'}\n"
-        for number, each in zip(numbers, (left, right), strict=True)
+        f"  {number}: {', '.join(str(contract).splitlines()) or 'nothing'}\n"
+        for number, contract in zip(numbers, (left, right), strict=True)
     )
     raise DescriptorError(
         f"{what}: its descriptors {numbers[0]} and {numbers[1]} {fault}:\n{shown}Make one of them "

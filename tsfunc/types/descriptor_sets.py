@@ -64,7 +64,9 @@ class Descriptors(Mapping[str, Descriptor]):
         for name in described:
             if not isinstance(name, str) or not name.isidentifier():
                 raise DescriptorError(f"Descriptors: expected names of parameters, got {name!r}")
-        self._described = {name: as_descriptor(each, name) for name, each in described.items()}
+        self._described = {
+            name: as_descriptor(descriptor, name) for name, descriptor in described.items()
+        }
 
     def __getitem__(self, name: str) -> Descriptor:
         return self._described[name]
@@ -82,7 +84,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return hash(frozenset(self._described.items()))
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {each}" for name, each in self._described.items())
+        return "\n".join(f"{name}: {descriptor}" for name, descriptor in self._described.items())
 
     def __repr__(self) -> str:
         return f"Descriptors.parse({', '.join(str(self).splitlines())!r})"
@@ -144,7 +146,7 @@ class Descriptors(Mapping[str, Descriptor]):
         names = ordered_intersection(self, right)
         joined = join_pairs([(self[name], right[name]) for name in names])
         pairs = zip(names, joined, strict=True)
-        return Descriptors({name: each for name, each in pairs if each != ANY})
+        return Descriptors({name: descriptor for name, descriptor in pairs if descriptor != ANY})
 
     def widen(self, example: Mapping[str, object]) -> Descriptors:
         """Return the least descriptors above these that another example fits.
@@ -191,7 +193,12 @@ class Descriptors(Mapping[str, Descriptor]):
         return narrower
 
     def _with_size(self, name: str, size: Any) -> Descriptors:
-        names = {dim.name for each in self.values() for dim in each.dims if isinstance(dim, Dim)}
+        names = {
+            dim.name
+            for descriptor in self.values()
+            for dim in descriptor.dims
+            if isinstance(dim, Dim)
+        }
         if name not in names:
             known = ", ".join([*self, *sorted(names)]) or "none"
             raise DescriptorError(
@@ -200,8 +207,8 @@ class Descriptors(Mapping[str, Descriptor]):
         form = narrower_size(name, size)
         return Descriptors(
             {
-                parameter: each.map_tensors(lambda meta: substitute(meta, name, form))
-                for parameter, each in self.items()
+                parameter: descriptor.map_tensors(lambda meta: substitute(meta, name, form))
+                for parameter, descriptor in self.items()
             }
         )
 
@@ -273,8 +280,8 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
         raise DescriptorError("infer_descriptors: expected at least one example, got none")
     sets = [_of_example(example) for example in examples]
     joined = sets[0]
-    for each in sets[1:]:
-        joined = joined.join(each)
+    for other in sets[1:]:
+        joined = joined.join(other)
     return joined
 
 
@@ -324,7 +331,7 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
         if meta.shape is None:
             return meta
         shape = tuple(
-            each if each is ... else spell_dim(_size(parse_dim(each), dims)) for each in meta.shape
+            size if size is ... else spell_dim(_size(parse_dim(size), dims)) for size in meta.shape
         )
         return dataclasses.replace(meta, shape=shape)
 

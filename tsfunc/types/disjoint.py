@@ -63,7 +63,7 @@ def _disjoint_parts(
         if len(left.elements) != len(right.elements):
             return True
         elements = zip(left.elements, right.elements, strict=True)
-        return any(_disjoint(*each, sizes) for each in elements)
+        return any(_disjoint(*element, sizes) for element in elements)
     if isinstance(left, TSPytree) and isinstance(right, TSPytree) and left.kind is right.kind:
         if set(left.entries) != set(right.entries):
             return True

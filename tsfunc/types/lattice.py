@@ -115,7 +115,7 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
         wider: the types of the same parameters; names of sizes hold in all of them.
     """
     ones = list(narrower)
-    sizes = SizeMatch(dim for each in ones for dim in each.dims)
+    sizes = SizeMatch(dim for alternative in ones for dim in alternative.dims)
     order = Order(sizes, of_call=True)
     return all(order.below(*pair) for pair in zip(ones, wider, strict=True)) and sizes.settled()
 
@@ -223,8 +223,8 @@ class _Join:
         one, other = left.described, right.described
         if one is not None and other is not None:
             classes = (
-                torch.Tensor if isinstance(each, Value) else each.value_class or torch.Tensor
-                for each in (left, right)
+                torch.Tensor if isinstance(side, Value) else side.value_class or torch.Tensor
+                for side in (left, right)
             )
             cls = common_class(*classes) or torch.Tensor
             return TSTensor(cls, join_descriptions(one, other, self.size))
@@ -251,15 +251,20 @@ class _Join:
 
     def unions(self, left: TSType, right: TSType) -> TSType:
         """Join unions. None besides one alternative is separated; a written union stays a union."""
-        ones, others = ([each for each in side.choices if each != NONE] for side in (left, right))
+        ones, others = (
+            [choice for choice in side.choices if choice != NONE] for side in (left, right)
+        )
         has_none = NONE in (*left.choices, *right.choices)
         if len(ones) <= 1 and len(others) <= 1:
             if ones and others:
                 rest = [self.of(ones[0], others[0])]
             else:
-                rest = [self.one_sided(each, is_left=bool(ones)) for each in (*ones, *others)]
+                rest = [
+                    self.one_sided(alternative, is_left=bool(ones))
+                    for alternative in (*ones, *others)
+                ]
         else:
-            rest = [each.map_tensors(_without_names) for each in (*ones, *others)]
+            rest = [alternative.map_tensors(_without_names) for alternative in (*ones, *others)]
         if ANY in rest:
             return ANY
         least: list[TSType] = []

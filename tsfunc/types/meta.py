@@ -232,7 +232,7 @@ class MetaTensorType:
     def stride_forms(self) -> tuple[int | DimExpr | None, ...]:
         """The form of each stride; empty if all strides are unknown."""
         return tuple(
-            DimExpr(each) if isinstance(each, str) else each for each in self.strides or ()
+            DimExpr(stride) if isinstance(stride, str) else stride for stride in self.strides or ()
         )
 
     @property
@@ -283,7 +283,7 @@ class MetaTensorType:
         shape = self.dims if self.shape is None or self.dims is not None else (..., *self.trailing)
         words = [tensor_text(self.dtype, shape, self.device, self.requires_grad, self.layout)]
         if self.strides is not None:
-            words.append(f"strides[{', '.join(size_text(each) for each in self.strides)}]")
+            words.append(f"strides[{', '.join(size_text(stride) for stride in self.strides)}]")
         if self.memory_format is not None:
             words.append(plain_name(self.memory_format))
         return " ".join(words)
@@ -316,13 +316,13 @@ class _Spelled(tuple[Any, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        spelled = ["..." if each is ... else repr(each) for each in self]
+        spelled = ["..." if item is ... else repr(item) for item in self]
         return f"({', '.join(spelled)}{',' * (len(spelled) == 1)})"
 
 
 def _forms(shape: Iterable[Any]) -> tuple[DimForm, ...]:
     """Return the parsed forms of dims that are checked already; only text has another form."""
-    return tuple(parse_dim(each) if isinstance(each, str) else each for each in shape)
+    return tuple(parse_dim(entry) if isinstance(entry, str) else entry for entry in shape)
 
 
 def on_device(got: torch.device, expected: torch.device) -> bool:
@@ -424,7 +424,9 @@ _ATTRIBUTES = (
 def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
     names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
     if name in _ATTRIBUTES:
-        known = {each: getattr(meta, each) for each in _ATTRIBUTES if each != "rank"}
+        known = {
+            attribute: getattr(meta, attribute) for attribute in _ATTRIBUTES if attribute != "rank"
+        }
         if name in ("rank", "shape"):
             del known["shape"]
         narrower = MetaTensorType(**{**known, name: choice})
@@ -501,7 +503,7 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
     if meta.shape is not None:
         sizes = [spell_dim(replaced(dim)) for dim in meta.dims or meta.trailing]
         shape = [..., *sizes] if meta.dims is None else sizes
-    strides: Any = [spell_dim(replaced(each)) for each in meta.stride_forms] or None
+    strides: Any = [spell_dim(replaced(stride)) for stride in meta.stride_forms] or None
     return MetaTensorType(
         meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
         layout=meta.layout, strides=strides, memory_format=meta.memory_format,

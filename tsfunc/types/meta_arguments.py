@@ -139,8 +139,8 @@ def _strides(strides: object) -> tuple[int | str | None, ...] | None:
             "MetaTensorType(strides=...): expected a list or tuple of strides, "
             f"got {strides!r} of type {type(strides).__name__}"
         )
-    forms = tuple(_stride(each, axis) for axis, each in enumerate(strides))
-    return None if all(each is None for each in forms) else forms
+    forms = tuple(_stride(stride, axis) for axis, stride in enumerate(strides))
+    return None if all(form is None for form in forms) else forms
 
 
 def _stride(written: object, axis: int) -> int | str | None:
@@ -202,7 +202,7 @@ def _require_some_strides(known: Mapping[str, Any]) -> None:
     shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
     if memory_format is None or shape is None or strides is None:
         return
-    if not all(isinstance(each, int) for each in (*shape, *strides)):
+    if not all(isinstance(entry, int) for entry in (*shape, *strides)):
         return
     tensor = torch.empty_strided(shape, strides, device="meta")
     if not tensor.is_contiguous(memory_format=memory_format):

@@ -171,7 +171,7 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
 def _from_record(record: Any, where: str) -> Descriptor:
     """Convert a dataclass instance: to its fields' descriptors if it has any, else to a value."""
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-    children = tuple(_descriptor(each, f"{where}.{name}") for name, each in values.items())
+    children = tuple(_descriptor(value, f"{where}.{name}") for name, value in values.items())
     if any(_describes(child) for child in children):
         return TSFields(type(record), tuple(values), children)
     return Value(record)

@@ -193,7 +193,7 @@ class Generalization:
             forms = {name: self._one_sided(Dim(name), side) for name in size.names}
             if None in forms.values():
                 return None
-            return parse_dim(size.substitute({name: _text(each) for name, each in forms.items()}))
+            return parse_dim(size.substitute({name: _text(form) for name, form in forms.items()}))
         assert not isinstance(size, Absent)
         return size
 

@@ -227,7 +227,7 @@ class SizeSum:
     def names(self) -> frozenset[str]:
         """The names in the sum, also those in its operations."""
         own = (atom for term, _ in self.terms for atom, _ in term if isinstance(atom, str))
-        inner = (each.names for operation in self.operations() for each in operation.operands)
+        inner = (operand.names for operation in self.operations() for operand in operation.operands)
         return frozenset(own).union(*inner)
 
     def operations(self) -> Iterator[Operation]:
@@ -272,7 +272,7 @@ class SizeSum:
                 if isinstance(atom, str):
                     value = meaning.get(atom, SizeSum.of_name(atom))
                 else:
-                    operands = [each.substitute(meaning) for each in atom.operands]
+                    operands = [operand.substitute(meaning) for operand in atom.operands]
                     value = functools.reduce(_ON_SUMS[atom.symbol], operands)
                 for _ in range(power):
                     product = product * value
@@ -514,7 +514,7 @@ def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
         case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if (
             is_int(power)
             and power <= HIGHEST_POWER
-            and not any(isinstance(each, ast.Pow) for each in ast.walk(base))
+            and not any(isinstance(part, ast.Pow) for part in ast.walk(base))
         ):
             return ["*", 1, 1, *[_form_of(base, names, text)] * power]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:

@@ -110,7 +110,7 @@ class TSUnion(_Union):
         return self.is_optional
 
     def as_python(self) -> str:
-        return f"Union[{', '.join(each.as_python() for each in self.alternatives)}]"
+        return f"Union[{', '.join(alternative.as_python() for alternative in self.alternatives)}]"
 
 
 @folding()

@@ -296,7 +296,7 @@ def literal_text(value: object) -> str | None:
     if value is None:
         return "None"
     if type(value) in _LITERALS or (
-        type(value) is tuple and value and all(type(each) in _LITERALS for each in value)
+        type(value) is tuple and value and all(type(item) in _LITERALS for item in value)
     ):
         return f"Literal[{value!r}]"
     if isinstance(value, enum.Enum) and value.name in type(value).__members__:
@@ -433,8 +433,8 @@ _LAYOUTS = {
     if isinstance(layout, torch.layout)
 }
 _MEMORY_FORMATS = {
-    str(each).removeprefix("torch."): each
-    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    str(memory_format).removeprefix("torch."): memory_format
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 }
 TENSOR_WORD = re.compile(r"strides\[[^\[\]]*\]|[a-z_]\w*(?::\d+)?")
 _BOUNDED = re.compile(r"(?:(\d+)\s*<=)?\s*([^\W\d]\w*)\s*(?:([<>])=\s*(\d+))?")
@@ -559,7 +559,7 @@ def _add_word(word: str, known: dict[str, Any]) -> None:
         key, value = "memory_format", _MEMORY_FORMATS[word]
     elif word.startswith("strides["):
         strides = word.removeprefix("strides[").removesuffix("]")
-        key, value = "strides", [_dim(each.strip()) for each in _split(strides)]
+        key, value = "strides", [_dim(stride.strip()) for stride in _split(strides)]
     else:
         key, value = "device", word
     if key in known:

@@ -53,10 +53,10 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 @function_rules.replace(F.affine_grid, torch.affine_grid_generator)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
     """Compute the grid for traced sizes: the derivative of torch's operator takes numbers only."""
-    if not any(isinstance(each, torch.SymInt) for each in size):
+    if not any(isinstance(extent, torch.SymInt) for extent in size):
         return NotImplemented
-    for each in size:  # one by one: torch takes their ``min``, which compares them all
-        if each <= 0:
+    for extent in size:  # one by one: torch takes their ``min``, which compares them all
+        if extent <= 0:
             raise ValueError(f"affine_grid: expected sizes that are not 0, got {[*size]}")
     batch, _, *shape = size
     rank = len(shape)
@@ -65,7 +65,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
             f"affine_grid: expected theta of shape ({batch}, {rank}, {rank + 1}) for a size of "
             f"{len(size)} numbers (4 or 5), got {tuple(theta.shape)} and {[*size]}"
         )
-    points = [_grid_points(each, bool(align_corners), theta) for each in shape]
+    points = [_grid_points(extent, bool(align_corners), theta) for extent in shape]
     axes = torch.meshgrid(*points, indexing="ij")
     base = torch.stack(axes[::-1], -1).flatten(0, -2)
     moved = base @ theta[..., :-1].mT + theta[..., -1].unsqueeze(1)

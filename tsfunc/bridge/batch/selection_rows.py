@@ -133,7 +133,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs
     if options is None or len(args) > 3:
         return NotImplemented
     x, target = args[0], options.pop("target")
-    if any(not isinstance(each, Selection) or not each.is_first for each in (x, target)):
+    if any(not isinstance(operand, Selection) or not operand.is_first for operand in (x, target)):
         return NotImplemented
     if not x.after:
         return NotImplemented

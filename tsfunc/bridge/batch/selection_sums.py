@@ -26,7 +26,7 @@ def _reduced_dims(x: Selection, dim: Any) -> tuple[list[int], bool]:
     """Return the reduced dims, and True if the dim of the elements is among them."""
     rank = x.elements.dim()
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    wrapped = [wrap_dim(each, rank) for each in dims] or list(range(rank))
+    wrapped = [wrap_dim(dim, rank) for dim in dims] or list(range(rank))
     return wrapped, x.element_dim + rank in wrapped
 
 

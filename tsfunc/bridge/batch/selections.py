@@ -361,8 +361,8 @@ def _is_elementwise(func: Any) -> bool:
     if packet is None or base in ("max", "min"):
         return False
     tags = [getattr(packet, overload).tags for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in each for each in tags) and not any(
-        torch.Tag.nondeterministic_seeded in each for each in tags
+    return any(torch.Tag.pointwise in of_overload for of_overload in tags) and not any(
+        torch.Tag.nondeterministic_seeded in of_overload for of_overload in tags
     )
 
 

@@ -207,7 +207,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
 
     def merged(self, value: Any, part: Any) -> Any:
         """Return a value of the code around the subset's with a part for its examples."""
-        level = next(each for each in tls.state.levels if each.depth == self.depth)
+        level = next(active for active in tls.state.levels if active.depth == self.depth)
         assert isinstance(level, BatchLevel)
         others = torch.ones(level.batch_size, dtype=torch.bool, device=self.index.device)
         others[self.index_in(level)] = False

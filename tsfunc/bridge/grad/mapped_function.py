@@ -370,7 +370,7 @@ def _state_outside(level: TracerLevel) -> State:
     if not level.alive and now.levels:
         return now
     outside = level.outer.levels
-    originals = [_original(each) for each in outside]
+    originals = [_original(tensor) for tensor in outside]
     for active in reversed(now.levels):
         duplicate = _is_duplicate(active) and active not in outside
         if duplicate and active.depth < level.depth and _original(active) in originals:

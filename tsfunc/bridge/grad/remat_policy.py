@@ -58,9 +58,9 @@ class SaveOperators:
     def overloads(self) -> list[Any]:
         """Return the overloads of the operators in a fixed order."""
         every = {
-            each
+            overload
             for op in self.chosen
-            for each in (
+            for overload in (
                 [getattr(op, name) for name in op.overloads()]
                 if isinstance(op, OpOverloadPacket)
                 else [op]

@@ -73,7 +73,7 @@ class Mesh:
 
     def has_programs(self, axis: str) -> bool:
         """True if the ranks have agreed on a program along the axis, which they may run now."""
-        return any(each == axis for each, _ in self.agreed)
+        return any(agreed == axis for agreed, _ in self.agreed)
 
 
 def _device_of(group: Any) -> torch.device:

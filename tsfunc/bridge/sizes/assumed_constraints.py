@@ -50,8 +50,8 @@ def _constraint(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         case ast.BoolOp(op=op, values=[first, *others]):
             join = operator.and_ if isinstance(op, ast.And) else operator.or_
             joined = _constraint(first, sizes)
-            for each in others:
-                joined = join(joined, _constraint(each, sizes))
+            for other in others:
+                joined = join(joined, _constraint(other, sizes))
             return joined
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return torch.sym_not(_constraint(operand, sizes))

@@ -38,7 +38,8 @@ def holds(constraint: Any, dims: Mapping[str, Dim]) -> bool:
     if len(every) == len(names) and math.prod(map(len, every)) <= _MOST_COMBINATIONS:
         combinations = itertools.product(*every)
         return all(
-            holds_at(constraint, dict(zip(names, each, strict=True))) for each in combinations
+            holds_at(constraint, dict(zip(names, combination, strict=True)))
+            for combination in combinations
         )
     if is_true(in_steps(constraint, dims)) or _holds_by_bounds(constraint, dims):
         return True
@@ -168,7 +169,7 @@ def _holds_by_bounds(constraint: Any, dims: Mapping[str, Dim]) -> bool:
     constraint = _without_choices(constraint, dims)
     products = _without_quotient(constraint, dims)
     if products:
-        return all(_holds_by_bounds(each, dims) for each in products)
+        return all(_holds_by_bounds(product, dims) for product in products)
     match constraint:
         case Eq():
             return bool(expand(constraint.lhs - constraint.rhs) == 0)
@@ -237,12 +238,14 @@ def period_of(expr: Any) -> int | None:
         inner, by = expr.args
         period = period_of(inner)
         return period * int(by) if period is not None and by.is_Integer and by > 0 else None
-    if expr.is_Mul and sum(1 for each in expr.args if each.free_symbols) > 1:
+    if expr.is_Mul and sum(1 for term in expr.args if term.free_symbols) > 1:
         return None
     if not (expr.is_Add or expr.is_Mul):
         return None
-    periods = [period_of(each) for each in expr.args]
-    return None if None in periods else math.lcm(*(each for each in periods if each is not None))
+    periods = [period_of(factor) for factor in expr.args]
+    return (
+        None if None in periods else math.lcm(*(period for period in periods if period is not None))
+    )
 
 
 def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool:

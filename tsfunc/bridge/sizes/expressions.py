@@ -88,8 +88,8 @@ def _extent(form: Any) -> tuple[int, int, int]:
         return 1, 0, 0
     kind, *parts = form
     extents = [_extent(part) for part in parts]
-    terms, depth = [each[0] for each in extents], max(each[2] for each in extents)
-    divisions = sum(each[1] for each in extents)
+    terms, depth = [extent[0] for extent in extents], max(extent[2] for extent in extents)
+    divisions = sum(extent[1] for extent in extents)
     if kind == "+":
         return sum(terms), divisions, depth
     if kind == "*":
@@ -205,7 +205,7 @@ def moduli(expr: Any) -> list[int]:
     """Return the numbers by which an expression takes the remainder of a symbol."""
     from torch.utils._sympy.functions import Mod
 
-    pairs = [each.args for each in expr.atoms(Mod)]
+    pairs = [remainder.args for remainder in expr.atoms(Mod)]
     return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]
 
 
@@ -219,7 +219,7 @@ def divisions(expr: Any) -> list[tuple[str, int]]:
     """Return the symbols that an expression divides by a number above 1, with that number."""
     from torch.utils._sympy.functions import FloorDiv, Mod
 
-    pairs = [each.args for each in expr.atoms(FloorDiv, Mod)]
+    pairs = [quotient.args for quotient in expr.atoms(FloorDiv, Mod)]
     divided = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
     return sorted(pair for pair in divided if pair[1] > 1)
 

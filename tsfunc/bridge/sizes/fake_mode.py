@@ -237,7 +237,7 @@ def _on_meta(fake: FakeTensorMode, call: OpOverload, args: Args, kwargs: Kwargs)
                 fakes[id(metas[id(value)])] = value
             return metas[id(value)]
         if isinstance(value, list | tuple):
-            return [meta(each) for each in value]
+            return [meta(item) for item in value]
         return value
 
     at = _place_of_device(call)
@@ -311,7 +311,7 @@ def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any
             return given
         return as_fake(fake, result, _CPU)
     if isinstance(result, list | tuple):
-        return type(result)([_as_fake(each, fake, fakes) for each in result])
+        return type(result)([_as_fake(item, fake, fakes) for item in result])
     return result
 
 
@@ -378,9 +378,9 @@ _RULES: Final[tuple[Any, ...]] = (
 def _codes_of(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function, and of the functions that it makes."""
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes_of(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_of(constant)
 
 
 _CODES: Final = frozenset(
@@ -491,9 +491,9 @@ def _all_sizes(names: Sequence[str], args: Args, kwargs: Kwargs) -> Iterator[int
         if name in _SIZES:
             yield from (value,) if isinstance(value, int) else value
             continue
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, torch.Tensor):
-                yield from each.shape
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield from item.shape
 
 
 def _sum_of_sizes(result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
@@ -520,7 +520,7 @@ class _Scale:
         if name in _SIZES:
             return self._small[value] if isinstance(value, int) else [self._small[n] for n in value]
         if isinstance(value, list | tuple):
-            return [self.argument("", each) for each in value]
+            return [self.argument("", item) for item in value]
         return value
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
@@ -536,7 +536,7 @@ class _Scale:
     def result(self, value: Any, sums: Mapping[int, int] = MappingProxyType({})) -> Any:
         """Return a result's metadata in the call; ``sums`` has dims with sizes of their own."""
         if isinstance(value, list | tuple):
-            return type(value)([self.result(each, sums) for each in value])
+            return type(value)([self.result(item, sums) for item in value])
         if not isinstance(value, torch.Tensor):
             raise _NotScalable
         for given, small in self._tensors.values():

@@ -44,7 +44,9 @@ def environment_class() -> Any:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     base: Any = ShapeEnv
-    cached = {name: each for name, each in vars(ShapeEnv).items() if hasattr(each, "cache_clear")}
+    cached = {
+        name: member for name, member in vars(ShapeEnv).items() if hasattr(member, "cache_clear")
+    }
 
     class Environment(base):  # type: ignore[misc]
         """A ShapeEnv that notes the user's line of each guard.
@@ -233,9 +235,9 @@ def _querying_frame(evaluating: FrameType | None) -> tuple[FrameType | None, set
 # which ``equalities`` handles.
 _CHECKS = {
     check.__code__
-    for name, each in vars(torch).items()
-    if name.startswith("_check") and isinstance(each, FunctionType)
-    for check in (each, inspect.unwrap(each))
+    for name, member in vars(torch).items()
+    if name.startswith("_check") and isinstance(member, FunctionType)
+    for check in (member, inspect.unwrap(member))
 } | {torch._assert.__code__}
 
 

@@ -215,12 +215,12 @@ def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
         return None  # indices without dims
     indexed = shape[first:last]
     steps = [_broadcast_strides(_layout(index), indexed) for index in given]
-    if result.device.type != "cpu" and any(each != steps[0] for each in steps):
+    if result.device.type != "cpu" and any(step != steps[0] for step in steps):
         steps = [dense_strides(indexed)] * len(given)
     source = [hint_of(x.stride(dim)) for dim in rest]
     operands = [[*source[:first], *[0] * len(indexed), *source[first:]]]
     operands += [
-        _strides_among_ones(indexed, each, first, len(shape) - last, shape) for each in steps
+        _strides_among_ones(indexed, step, first, len(shape) - last, shape) for step in steps
     ]
     order = memory_order(shape, *operands)
     return (

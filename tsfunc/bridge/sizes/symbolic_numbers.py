@@ -141,9 +141,9 @@ def _called(overload: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
         return out if made is None else made(out)
     name = overload._schema.name.removeprefix("aten::")
-    for each in reversed(current_levels()):
-        if isinstance(each, TracerLevel) and each.handles_factory(name, op.random):
-            return op.run_at(each, tuple(args), kwargs)
+    for active in reversed(current_levels()):
+        if isinstance(active, TracerLevel) and active.handles_factory(name, op.random):
+            return op.run_at(active, tuple(args), kwargs)
     return NotImplemented
 
 
@@ -261,7 +261,7 @@ def solved_node(
     assert factors is not None
     slope, rest = factors
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
+    known: Any = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
     solution: Any = torch.fx.Proxy(size, tracer)
     if rest != "0":
         solution = solution - DimExpr(rest).evaluate(known)

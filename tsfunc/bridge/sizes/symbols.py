@@ -361,7 +361,7 @@ class Symbols:
     def is_of_inputs(self, number: Any) -> bool:
         """True if a number depends on numbers among the inputs, and on nothing else."""
         symbols = number.node.expr.free_symbols
-        return bool(symbols) and all(self._names.get(each) in self.numbers for each in symbols)
+        return bool(symbols) and all(self._names.get(symbol) in self.numbers for symbol in symbols)
 
     def _spelled(self, code_of: Callable[[str], str | None]) -> dict[Any, Any]:
         """Return the symbols that have code as symbols whose names are the code.
@@ -418,7 +418,9 @@ class Symbols:
     def _spell_data(self, expr: Any) -> str:
         """Return an expression as Python, in which no number of data has the name of a node."""
         text = self.spell(expr)
-        names = {each.name for each in self._definitions.values()} & {*re.findall(r"\w+", text)}
+        names = {definition.name for definition in self._definitions.values()} & {
+            *re.findall(r"\w+", text)
+        }
         for i, name in enumerate(sorted(names, key=text.index), 1):
             number = "<number of data>" if len(names) == 1 else f"<number {i} of data>"
             text = re.sub(rf"\b{name}\b", number, text)
@@ -466,7 +468,7 @@ class Symbols:
 
     def spelled_in(self, text: str) -> str | None:
         """Return the name of the first symbol that a text contains, or None."""
-        return next((name for each, name in self._names.items() if has_name(text, each)), None)
+        return next((name for symbol, name in self._names.items() if has_name(text, symbol)), None)
 
     def spell_size(self, size: Any) -> str:
         """Return a size as text in the user's names."""
@@ -531,8 +533,11 @@ class Symbols:
         names, steps = self._names, self._steps
 
         def value(sizes: Mapping[str, Any]) -> Any:
-            known = {each: sizes[names[each]] for each in expr.free_symbols}
-            known = {each: x if steps[each] == 1 else x // steps[each] for each, x in known.items()}
+            known = {symbol: sizes[names[symbol]] for symbol in expr.free_symbols}
+            known = {
+                symbol: x if steps[symbol] == 1 else x // steps[symbol]
+                for symbol, x in known.items()
+            }
             value = expr.subs(known)
             if value.free_symbols:
                 return value
@@ -549,7 +554,7 @@ def _hint(dim: Dim, size: int, number: int) -> int:
         return size
     low, prime = max(2 * (dim.multiple_of or 1), dim.min or 2), _HINTS[number % len(_HINTS)]
     sizes = [prime * step for step in range(1, 1025)] + [*range(low, low + 4096)]
-    return next((each for each in sizes if each >= low and dim.admits(each)), 0)
+    return next((candidate for candidate in sizes if candidate >= low and dim.admits(candidate)), 0)
 
 
 def _divided_text(variable: str, step: int) -> str:

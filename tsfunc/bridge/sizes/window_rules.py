@@ -71,8 +71,8 @@ def _pooled(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | Non
 def _is_symbolic(*window: Any) -> bool:
     return any(
         isinstance(size, torch.SymInt)
-        for each in window
-        for size in (each if isinstance(each, list | tuple) else (each,))
+        for extent in window
+        for size in (extent if isinstance(extent, list | tuple) else (extent,))
     )
 
 

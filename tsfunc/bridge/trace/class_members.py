@@ -58,8 +58,8 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
     """Return the class of tracers with the members of a user's class."""
     mro = cls.__mro__[: cls.__mro__.index(torch.Tensor)]
     members: dict[str, Any] = {}
-    for each in reversed(mro):
-        for name, member in vars(each).items():
+    for base in reversed(mro):
+        for name, member in vars(base).items():
             if name not in _OWN_MEMBERS:
                 bound = isinstance(member, classmethod | staticmethod)
                 members[name] = staticmethod(getattr(cls, name)) if bound else member

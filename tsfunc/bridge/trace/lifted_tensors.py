@@ -137,7 +137,7 @@ class BackwardPasses:
     def _argument_of(self, owner: torch.Tensor) -> TraceTracer | None:
         """Return the tracer of a tensor that is an argument, or None."""
         known = self.level.tensor_guards.arguments
-        return next((tracer for tracer, each in known if each.sample is owner), None)
+        return next((tracer for tracer, base in known if base.sample is owner), None)
 
     def changed(self) -> Iterator[GradSlot]:
         """Yield each ``.grad`` that the function has replaced."""
@@ -183,7 +183,7 @@ def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator
     # inputs to the results, so that the nodes after a node come before it in this order.
     leads: set[Any] = set()
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
-        after = [each for each, _ in node.next_functions if each is not None]
+        after = [before for before, _ in node.next_functions if before is not None]
         if any(each in ends or each in leads or id(getattr(each, "variable", None)) in leaves
                for each in after):  # fmt: skip
             leads.add(node)

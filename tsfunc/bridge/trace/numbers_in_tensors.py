@@ -77,8 +77,8 @@ def _number_of_sizes(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.
             return None
         known = _Elements(tensors)
         with torch_state.outside_all_transforms(), torch.no_grad():
-            for each in order:
-                known.add(each)
+            for step in order:
+                known.add(step)
             return known.element(node)
     except _Unknown:
         return None
@@ -149,16 +149,16 @@ def _constant_number(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.
         return None
     values: dict[torch.fx.Node, Any] = {}
     with torch_state.outside_all_transforms(), torch.no_grad():
-        for each in order:
-            if _is_literal(each, tensors):
-                values[each] = tensors[each.all_input_nodes[0]]
+        for step in order:
+            if _is_literal(step, tensors):
+                values[step] = tensors[step.all_input_nodes[0]]
                 continue
-            args, kwargs = torch.fx.map_arg((each.args, each.kwargs), values.__getitem__)
-            call = operator.getitem if each.target is operator.getitem else each.meta["op"].overload
-            values[each] = call(*args, **kwargs)
+            args, kwargs = torch.fx.map_arg((step.args, step.kwargs), values.__getitem__)
+            call = operator.getitem if step.target is operator.getitem else step.meta["op"].overload
+            values[step] = call(*args, **kwargs)
             kinds = [
                 [(x.dtype, x.shape) for x in optree.tree_leaves(result)]
-                for result in (values[each], each.meta.get("val", values[each]))
+                for result in (values[step], step.meta.get("val", values[step]))
             ]
             if kinds[0] != kinds[1]:
                 return None

@@ -25,19 +25,19 @@ def step_or_skip(
 ) -> Any:
     """Implement ``GradScaler._maybe_opt_step`` without a read of data."""
     flags = list(optimizer_state["found_inf_per_device"].values())
-    skips = torch.stack([each.to(flags[0].device) for each in flags]).sum() != 0
+    skips = torch.stack([flag.to(flags[0].device) for flag in flags]).sum() != 0
     with torch.no_grad():
         make_state(optimizer)
-        before = [(each, each.clone()) for each in _tensors(optimizer)]
-    known = {id(each) for each, _ in before}
+        before = [(tensor, tensor.clone()) for tensor in _tensors(optimizer)]
+    known = {id(tensor) for tensor, _ in before}
     out = optimizer.step(*args, **kwargs)
     with torch.no_grad():
-        for each, old in before:
-            each.copy_(torch.where(skips.to(each.device), old, each))
-        for each in _tensors(optimizer):
-            if id(each) not in known:
+        for tensor, old in before:
+            tensor.copy_(torch.where(skips.to(tensor.device), old, tensor))
+        for tensor in _tensors(optimizer):
+            if id(tensor) not in known:
                 _refuse_dampening(optimizer)
-                each.copy_(torch.where(skips.to(each.device), torch.zeros_like(each), each))
+                tensor.copy_(torch.where(skips.to(tensor.device), torch.zeros_like(tensor), tensor))
     return out
 
 

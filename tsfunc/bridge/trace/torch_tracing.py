@@ -34,7 +34,7 @@ def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
     names = ("as_strided", "diagonal", "expand", "select", "slice", "split", "split_with_sizes",
              "unfold", "unsqueeze", "view")  # fmt: skip
     for name in names:
-        view, copy = (getattr(torch.ops.aten, each) for each in (name, f"{name}_copy"))
+        view, copy = (getattr(torch.ops.aten, variant) for variant in (name, f"{name}_copy"))
         for overload in set(view.overloads()) & set(copy.overloads()):
             yield getattr(copy, overload), getattr(view, overload)
 

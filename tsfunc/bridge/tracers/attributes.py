@@ -99,7 +99,7 @@ function_rules: Final = FunctionRules()
 def _existing(names: str, *, attributes: bool = False) -> list[Any]:
     """Return the methods of tensors, or the getters of attributes, that this torch has."""
     members = [getattr(_T, name) for name in names.split() if hasattr(_T, name)]
-    return [each.__get__ for each in members] if attributes else members
+    return [member.__get__ for member in members] if attributes else members
 
 
 function_rules.add(Stage.METHOD, metadata, *_existing(

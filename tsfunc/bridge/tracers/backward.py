@@ -86,7 +86,7 @@ def nodes_of(results: Sequence[Any]) -> Iterator[Any]:
     while todo:
         node: Any = todo.pop()
         yield node
-        nodes = {each for each, _ in node.next_functions if each is not None} - seen
+        nodes = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= nodes
         todo += nodes
 

@@ -46,8 +46,8 @@ from tsfunc.user_code import Location, user_location
 _SHOWN: Final = 10  # maximum number of examples in a message
 
 _MATRIX_CONSTRAINTS: Final[set[CodeType]] = {
-    type(each).check.__code__
-    for each in (constraints.symmetric, constraints.positive_semidefinite,
+    type(constraint).check.__code__
+    for constraint in (constraints.symmetric, constraints.positive_semidefinite,
                  constraints.positive_definite)
 }  # fmt: skip
 _VALIDATIONS: Final = {Distribution.__init__.__code__, Distribution._validate_sample.__code__}
@@ -103,7 +103,7 @@ class FailedCheck:
 
 def examples_text(examples: Sequence[tuple[int, ...]]) -> str:
     """Return the end of a message that lists examples."""
-    names = [str(each[0] if len(each) == 1 else each) for each in examples[:_SHOWN]]
+    names = [str(example[0] if len(example) == 1 else example) for example in examples[:_SHOWN]]
     return f": {', '.join(names)}{', ...' if len(examples) > _SHOWN else ''}"
 
 
@@ -137,18 +137,18 @@ def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     failed = (value if refused else ~value).nonzero()
     if not len(failed):
         return not refused
-    indices = [each.example_indices(value.device) for each in stack.batch_levels]
+    indices = [batch_level.example_indices(value.device) for batch_level in stack.batch_levels]
     examples = [tuple(int(x[i]) for x, i in zip(indices, at, strict=True)) for at in failed]
-    roots = [each.original.root for each in reversed(stack.batch_levels)]
+    roots = [batch_level.original.root for batch_level in reversed(stack.batch_levels)]
     check = FailedCheck(examples, value.numel(), roots)
-    if not any(check.repeats(each) for each in FAILED_CHECKS):
+    if not any(check.repeats(failed) for failed in FAILED_CHECKS):
         FAILED_CHECKS.append(check)
     return refused
 
 
 def note_failed_checks(error: BaseException, level: TracerLevel) -> None:
     """Name the examples of a failed check in a note of the error that leaves their vmap."""
-    for check in [each for each in FAILED_CHECKS if level in each.levels]:
+    for check in [failed for failed in FAILED_CHECKS if level in failed.levels]:
         if sys.version_info >= (3, 11) and not check.noted:
             error.add_note(str(check))
         check.noted = True

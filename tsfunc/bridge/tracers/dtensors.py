@@ -102,7 +102,7 @@ def _code_of_distribution() -> CodeType | None:
 
 
 def _refuse_distribution(tensor: torch.Tensor) -> None:
-    if any(tensor is each for each in _inputs.active):
+    if any(tensor is active for active in _inputs.active):
         raise MissingRuleError(
             "grad: expected a conversion to a DTensor that has a derivative, got "
             "distribute_tensor, which detaches its argument. Use DTensor.from_local(x, mesh, "

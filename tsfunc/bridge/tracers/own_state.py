@@ -39,11 +39,11 @@ def own_parametrizations() -> Iterator[None]:
 def preserve_flat_weights(module: nn.Module) -> Iterator[None]:
     """Restore the weight lists of the recurrent modules in a module after the block."""
     lists = [
-        (each, name, vars(each)[name])
-        for each in module.modules()
-        if isinstance(each, nn.RNNBase)
+        (submodule, name, vars(submodule)[name])
+        for submodule in module.modules()
+        if isinstance(submodule, nn.RNNBase)
         for name in ("_flat_weights", "_flat_weight_refs")
-        if name in vars(each)
+        if name in vars(submodule)
     ]
     elements = [list(weights) for *_, weights in lists]
 

@@ -296,7 +296,7 @@ class _Probe(torch.Tensor):
 def _prepare_probes(name: str) -> None:
     """Register the dispatch handler of probes for a function's operators, once."""
     packet = getattr(torch.ops.aten, name)
-    overloads = [getattr(packet, each) for each in packet.overloads()]
+    overloads = [getattr(packet, other) for other in packet.overloads()]
     handler = vars(_Probe)["__torch_dispatch__"].__func__
     register_dispatch_handler(_Probe, handler, [overload.name() for overload in overloads])
 

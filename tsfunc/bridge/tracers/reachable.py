@@ -209,14 +209,14 @@ def _imports(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
 @functools.lru_cache(maxsize=4096)
 def names_in_code(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals, attributes and modules in a function's code and nested code."""
-    nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*map(names_in_code, nested))
 
 
 @functools.lru_cache(maxsize=4096)
 def has_import(code: types.CodeType) -> bool:
     """True if a function's code, or nested code, has an import statement."""
-    nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return _IMPORT_NAME in code.co_code[::2] or any(map(has_import, nested))
 
 
@@ -269,7 +269,11 @@ def _of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
 
 
 def _of_frame(frame: types.FrameType) -> Iterable[Any]:
-    return [each for each in gc.get_referents(frame) if not isinstance(each, types.FrameType)]
+    return [
+        referent
+        for referent in gc.get_referents(frame)
+        if not isinstance(referent, types.FrameType)
+    ]
 
 
 def _of_array(array: Any) -> Iterable[Any]:

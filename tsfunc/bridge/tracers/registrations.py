@@ -338,9 +338,9 @@ _have_handler: set[tuple[type, str]] = set()
 
 
 def _subclasses(cls: type[Tracer]) -> Iterator[type[Tracer]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _dispatch_handler(cls: type[Tracer]) -> Callable[..., Any]:

@@ -126,15 +126,15 @@ def _is_from_outside(tensor: torch.Tensor, level: TracerLevel) -> bool:
 @hooks.transform_failed.add
 def _restore_state_of_ended_calls() -> None:
     """Restore the state of modules that calls which have ended did not restore."""
-    for each in reversed(STATE_WRITES):
-        if not each.level.alive and each.is_current:
-            each.undo()
-    STATE_WRITES[:] = [each for each in STATE_WRITES if each.level.alive]
+    for write in reversed(STATE_WRITES):
+        if not write.level.alive and write.is_current:
+            write.undo()
+    STATE_WRITES[:] = [write for write in STATE_WRITES if write.level.alive]
 
 
 def restore_state(level: TracerLevel) -> _StateWrite | None:
     """Restore the state of modules when the call of a level ends; return the first write to it."""
-    left = [each for each in STATE_WRITES if each.level is level and each.is_current]
+    left = [write for write in STATE_WRITES if write.level is level and write.is_current]
     STATE_WRITES[:] = [e for e in STATE_WRITES if e.level is not level and e.level.alive]
     for each in reversed(left):
         each.undo()

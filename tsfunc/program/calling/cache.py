@@ -113,9 +113,9 @@ class Target:
             and Descriptors(x.descriptors) < Descriptors(contract.descriptors)
         ]
         guaranteed = any(
-            has_unguarded_guarantee(each, any_grad)
+            has_unguarded_guarantee(descriptor, any_grad)
             for x in self.contracts
-            for each in x.descriptors.values()
+            for descriptor in x.descriptors.values()
         )
 
         def refuses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -129,7 +129,8 @@ class Target:
     def _satisfies_contract(self, arguments: Mapping[str, Any]) -> bool:
         """True if a call satisfies one of the contracts."""
         with transform_code():
-            if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
+            # Generated code is fast, and its False may be wrong.
+            if any(contract.is_kept(arguments) for contract in self.contracts):
                 return True
         try:
             self.contract(arguments)
@@ -169,7 +170,7 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(has_unguarded_guarantee(each, any_grad) for each in descriptor.parts)
+            return any(has_unguarded_guarantee(part, any_grad) for part in descriptor.parts)
 
 
 # --- the programs that a specialized function keeps, and the calls that each of them serves
@@ -416,7 +417,7 @@ class Cache:
     def move_to_front(self, entry: CachedProgram) -> None:
         with self.lock:
             if entry in self.entries:
-                self.entries = (entry, *(each for each in self.entries if each is not entry))
+                self.entries = (entry, *(other for other in self.entries if other is not entry))
 
     def find_for_sizes(
         self, keys: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
@@ -434,8 +435,8 @@ class Cache:
         if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
             return  # it belongs to an active outer transform, and ends with it
         with self.lock:
-            others = [each for each in self.entries if each is not entry]
-            self._former_hits += sum(each.hits for each in others[self.limit - 1 :])
+            others = [other for other in self.entries if other is not entry]
+            self._former_hits += sum(evicted.hits for evicted in others[self.limit - 1 :])
             self.entries = (entry, *others)[: self.limit]
 
     @property
@@ -447,8 +448,8 @@ class Cache:
         """Return the counts of calls, and information about each entry."""
         with self.lock:
             entries = tuple(
-                EntryInfo(each.program.descriptors, each.hits, each.seconds, each.reason)
-                for each in self.entries
+                EntryInfo(entry.program.descriptors, entry.hits, entry.seconds, entry.reason)
+                for entry in self.entries
             )
             return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
 

@@ -429,7 +429,7 @@ class CacheMiss:
         """
         cache = self.variation.cache
         changes: dict[str, Any] = {}
-        outside = {text for text, each in self.closure_inputs.items() if each.name in names}
+        outside = {text for text, number in self.closure_inputs.items() if number.name in names}
         refused = [spec for spec in numbers if spec.name in names]
         if outside:
             cache.constants |= outside
@@ -499,7 +499,7 @@ class CacheMiss:
 
     def key(self, inputs: Sequence[InputSpec], numbers: Sequence[NumberSpec]) -> Any:
         """Return the part of a call that does not depend on sizes of named dims and on numbers."""
-        guarded = tuple(each.key for each in guards_on_arguments(self.flat, inputs, numbers))
+        guarded = tuple(guard.key for guard in guards_on_arguments(self.flat, inputs, numbers))
         return self.contract, self.tree, self.key_orders, self.settings, guarded
 
     def name_of(self, position: int) -> str:

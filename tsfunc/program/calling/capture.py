@@ -431,11 +431,11 @@ class _Trace:
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
-        assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
+        assigned = tuple(replace(update, owner=first + update.owner) for update in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.named_dims, request.numbers))
-        self._guard_numbers([each for each in conditions if each.of_closure])
-        conditions = [each for each in conditions if not each.of_closure]
+        self._guard_numbers([condition for condition in conditions if condition.of_closure])
+        conditions = [condition for condition in conditions if not condition.of_closure]
         if level.tensor_guards.of_backward:
             self._guard_anomaly_mode()
         numbers = self.instances.builder.numbers

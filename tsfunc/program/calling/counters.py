@@ -87,7 +87,7 @@ class NodeFunction:
     def __call__(self, *counters: torch.Tensor) -> Any:
         """Return the value for the current values of the tensors."""
         with torch_state.outside_all_transforms(), outside_all_modes(), torch.no_grad():
-            (value,) = self._run([each.clone() for each in counters])
+            (value,) = self._run([counter.clone() for counter in counters])
             return value.item() if isinstance(value, torch.Tensor) else value
 
 

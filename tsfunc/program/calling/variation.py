@@ -226,7 +226,8 @@ def descriptors_text(
     for name in given:
         if name in concerned:
             descriptors[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {each.as_python()}' for name, each in descriptors.items())}}}"
+    texts = [f"{name!r}: {descriptor.as_python()}" for name, descriptor in descriptors.items()]
+    return f"{{{', '.join(texts)}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:

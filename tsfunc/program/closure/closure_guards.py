@@ -179,10 +179,10 @@ class KeysAre(SourceGuard):
     @classmethod
     def lines_of_many(cls, guards: Sequence[KeysAre], code: GuardCode) -> Iterator[str]:
         """Compare the keys of all dicts in three calls into C."""
-        empty = [code.variable(each.source) for each in guards if each.plain and not each.keys]
+        empty = [code.variable(guard.source) for guard in guards if guard.plain and not guard.keys]
         if empty:
             yield f"if any(({', '.join(empty)},)): return None"
-        rest = [each for each in guards if each.keys or not each.plain]
+        rest = [guard for guard in guards if guard.keys or not guard.plain]
         if rest:
             found = [code.variable(guard.source) for guard in rest]
             differ = keys_condition(found, [guard.keys for guard in rest], code.name)
@@ -490,9 +490,9 @@ class ClosureGuards:
     def make_input(self, source: Source, tensor: torch.Tensor) -> None:
         """Relax a tensor's guard from identity to type and sizes, and add it to the inputs."""
         at = next(
-            i for i, each in enumerate(self.guards)
-            if isinstance(each, SameObject) and each.value is tensor
-            and each.source.path == source.path
+            i for i, guard in enumerate(self.guards)
+            if isinstance(guard, SameObject) and guard.value is tensor
+            and guard.source.path == source.path
         )  # fmt: skip
         assert isinstance(self.guards[at + 1], TensorConstant)
         self.guards[at : at + 2] = [TensorInput(source, tensor)]
@@ -538,24 +538,24 @@ class ClosureGuards:
         code.add([SettingsAre(now)])
         code.lines.extend(lines)
         for kind in _FIRST:
-            code.add([each for each in self.guards if type(each) is kind])
+            code.add([guard for guard in self.guards if type(guard) is kind])
         for together in self._by_depth():
             for kind in _BY_KIND:
-                code.add([each for each in together if type(each) is kind])
-            for each in together:
-                if type(each) not in _BY_KIND:
-                    code.lines.extend(each.lines(code))
+                code.add([guard for guard in together if type(guard) is kind])
+            for guard in together:
+                if type(guard) not in _BY_KIND:
+                    code.lines.extend(guard.lines(code))
         for kind in _LAST:
-            code.add([each for each in self.guards if type(each) is kind])
+            code.add([guard for guard in self.guards if type(guard) is kind])
         return code, [code.variable(source) for source, _ in self.inputs]
 
     def _by_depth(self) -> Iterator[list[Guard]]:
         """Yield the guards of equally long paths, conditions last: NOTE [guards by depth]."""
         groups: dict[int, list[Guard]] = {}
         last: list[Guard] = []
-        for each in self.guards:
-            if type(each) not in (*_FIRST, *_LAST):
-                depths = [source.depth for source in each.value_sources()]
-                (groups.setdefault(max(depths), []) if depths else last).append(each)
+        for guard in self.guards:
+            if type(guard) not in (*_FIRST, *_LAST):
+                depths = [source.depth for source in guard.value_sources()]
+                (groups.setdefault(max(depths), []) if depths else last).append(guard)
         yield from (groups[depth] for depth in sorted(groups))
         yield last

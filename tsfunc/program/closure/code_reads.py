@@ -116,10 +116,10 @@ def code_reads(code: types.CodeType) -> CodeReads:
     texts: set[str] = set()
     compared: set[Access | None] = set()
     free = frozenset(code.co_freevars)
-    for each in _with_nested(code):
-        scan = _Scan(each, free)
-        if not _BY_NAME.isdisjoint(each.co_names):
-            texts.update(_names_in(each.co_consts, not _RUN.isdisjoint(each.co_names)))
+    for nested in _with_nested(code):
+        scan = _Scan(nested, free)
+        if not _BY_NAME.isdisjoint(nested.co_names):
+            texts.update(_names_in(nested.co_consts, not _RUN.isdisjoint(nested.co_names)))
         reads.update(dict.fromkeys(scan.reads))
         writes.update(dict.fromkeys(scan.writes))
         names.update(scan.names)
@@ -139,13 +139,13 @@ _LONGEST = 1000  # the maximum length of a string that is scanned as code
 
 def _names_in(constants: Sequence[Any], are_code: bool) -> Iterator[str]:
     """Yield the constants of a code object that are names; for source code, the names in it."""
-    for each in constants:
-        if isinstance(each, tuple):
-            yield from _names_in(each, are_code)
-        elif isinstance(each, str) and are_code and len(each) <= _LONGEST:
-            yield from _IDENTIFIER.findall(each)
-        elif isinstance(each, str) and each.isidentifier():
-            yield each
+    for constant in constants:
+        if isinstance(constant, tuple):
+            yield from _names_in(constant, are_code)
+        elif isinstance(constant, str) and are_code and len(constant) <= _LONGEST:
+            yield from _IDENTIFIER.findall(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -232,9 +232,9 @@ class _Scan:
         before = ""
         counted: set[int] = set()  # offsets of the stores of variables that are only counted up
         steps = list(dis.get_instructions(code))
-        for i, each in enumerate(steps):
-            line = lines.get(each.offset) or line
-            name, value = each.opname, each.argval
+        for i, step in enumerate(steps):
+            line = lines.get(step.offset) or line
+            name, value = step.opname, step.argval
             if name in _NOT_COUNTED:
                 continue
             if name in _ATTRIBUTES:
@@ -254,7 +254,7 @@ class _Scan:
             if name in _ROOTS and (_ROOTS[name] == "global" or value in free):
                 chain = Access(_ROOTS[name], value, (), line)
             elif name in _STORES and (_STORES[name] == "global" or value in free):
-                counts = each.offset in counted
+                counts = step.offset in counted
                 self.writes.append(Access(_STORES[name], value, (), line, only_changes=counts))
             elif name == "LOAD_CONST":
                 # The last number before an import.

@@ -143,9 +143,9 @@ class FreeVariables:
         scanned = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
         looked_at = {
-            (each.kind, each.name)
-            for each in scanned.reads
-            if self.every or not each.only_changes or self._has_methods(func, each)
+            (read.kind, read.name)
+            for read in scanned.reads
+            if self.every or not read.only_changes or self._has_methods(func, read)
         }
         for access in scanned.writes:
             if not access.only_changes or (access.kind, access.name) in looked_at:
@@ -346,9 +346,9 @@ class FreeVariables:
 
     def _guard_unchanged(self) -> None:
         """Guard the variables that may have been assigned the values that they had."""
-        for each in list(self._variables.values()):
-            if each.is_written and each.read() is each.before:
-                self._guard(each)
+        for variable in list(self._variables.values()):
+            if variable.is_written and variable.read() is variable.before:
+                self._guard(variable)
 
     def _read(self, variable: Variable) -> None:
         """Guard the value of a variable that the function reads."""
@@ -373,7 +373,7 @@ class FreeVariables:
             isinstance(value, types.ClassMethodDescriptorType)  # each read makes a new bound method
             or (is_watched(value) and hasattr(value, "__get__"))
         ):
-            base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
+            base = next(base for base in bases_of(variable.owner) if variable.name in vars(base))
             source = Source.of_object(base, variable.text)
             source = source.at(f"{{}}.__dict__[{variable.name!r}]")
         if isinstance(value, type(os.environ)):
@@ -413,13 +413,13 @@ class FreeVariables:
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the variables that the function has assigned."""
-        for each in self._variables.values():
-            after = each.read()
-            if after is each.before:
+        for variable in self._variables.values():
+            after = variable.read()
+            if after is variable.before:
                 continue
             yield SideEffect(
-                each.text, each.source, each.owner, each.target, each.before, after,
-                undo=each.restore, line=each.line,
+                variable.text, variable.source, variable.owner, variable.target, variable.before,
+                after, undo=variable.restore, line=variable.line,
             )  # fmt: skip
 
 

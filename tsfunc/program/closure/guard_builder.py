@@ -136,7 +136,7 @@ class ClosureNumbers:
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
         """True if one of the elements of a tuple is an input of the program."""
-        inputs = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
+        inputs = [self.is_input(value, f"{text}[{i}]") for i, value in enumerate(values)]
         return any(inputs)
 
     def add(self, value: Any, source: Source, guards: ClosureGuards) -> None:
@@ -437,10 +437,10 @@ class GuardBuilder:
 
     def _elements(self, values: Iterable[Any], source: Source) -> None:
         """Guard the objects that are elements of a set or keys of a dict, by identity."""
-        for each in values:
-            if is_watched(each):
+        for value in values:
+            if is_watched(value):
                 self.guard(
-                    each, Source.of_object(each, source.text, source.owner, source.in_closure)
+                    value, Source.of_object(value, source.text, source.owner, source.in_closure)
                 )
 
     def _container(self, value: Any, source: Source) -> None:

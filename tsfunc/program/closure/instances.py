@@ -166,8 +166,8 @@ class Instances:
         if watched is None or self._paused:
             return
         location = watched.lines[name] = str(user_location())
-        for each in value:
-            watched.check(name, each, f"assigned at {location}")
+        for item in value:
+            watched.check(name, item, f"assigned at {location}")
 
     def paused(self) -> AbstractContextManager[None]:
         """Pause the watching: reads in the block are not reads of the traced function."""
@@ -187,13 +187,15 @@ class Instances:
 
     def _assigned(self) -> list[SideEffect]:
         """Return the assignments of the traced function to attributes and variables so far."""
-        assigned = [each for each in self._instances.values() if each.lines]
+        assigned = [instance for instance in self._instances.values() if instance.lines]
         return [*(change for each in assigned for change in each.changes()), *self.others()]
 
     def restore(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""
         with self.paused():
-            changes = [change for each in self._instances.values() for change in each.changes()]
+            changes = [
+                change for instance in self._instances.values() for change in instance.changes()
+            ]
             changes += changed_containers(self.builder)
             changes += self.others()
             changes += self.assigned_grads()
@@ -211,7 +213,7 @@ class Instances:
             guards = self.builder.guards_of(in_closure)
             sources = [i.source for i in self._instances.values()]
             guarded = tuple(
-                each for each in sources if self.builder.guards_of(each.in_closure) is guards
+                source for source in sources if self.builder.guards_of(source.in_closure) is guards
             )
             if len(guarded) > 1:
                 guards.add(Distinct(guarded))

@@ -42,10 +42,13 @@ def differences(
         sources = guard.value_sources()
         values = ClosureGuards([], [(source, None) for source in sources]).function(now)(flat)
         if values is None or any(
-            source.path[: len(each)] == each for source in sources for each in paths
+            source.path[: len(path)] == path for source in sources for path in paths
         ):
             continue  # it is in a container that is refused
-        named = {each.name: (each.now, each.before) for each in guard.differences(*values)}
+        named = {
+            difference.name: (difference.now, difference.before)
+            for difference in guard.differences(*values)
+        }
         if named:
             paths.extend(source.path for source in sources)
             found |= named

@@ -374,7 +374,7 @@ class _Results:
             )
         self._above.append(id(value))
         items, attributes = _items(value), _attributes(value)
-        children = [self.replace_objects(each) for each in (*items.values(), *attributes.values())]
+        children = [self.replace_objects(item) for item in (*items.values(), *attributes.values())]
         self._above.pop()
         return ConstructedObject(kind, tuple(items), tuple(attributes), children)
 
@@ -498,17 +498,17 @@ def state_names(
     tensors = dict(_state(module))
     inputs = {first + i: tensors[id(x)] for i, x in enumerate(values) if id(x) in tensors}
     prefixes: dict[int, str] = {}
-    for name, each in module.named_modules():
-        prefixes[id(each)] = f"{name}." if name else ""
+    for name, submodule in module.named_modules():
+        prefixes[id(submodule)] = f"{name}." if name else ""
     assigned = {}
     for i, update in enumerate(updates):
         owner = values[update.owner - first]
         if update.buffer is not None and id(owner) in prefixes:
             assigned[i] = prefixes[id(owner)] + update.buffer
     own = {
-        id(value): prefixes[id(each)] + name
-        for each in module.modules()
-        for name, value in vars(each).items()
+        id(value): prefixes[id(submodule)] + name
+        for submodule in module.modules()
+        for name, value in vars(submodule).items()
         if isinstance(value, torch.Tensor) and id(value) not in tensors
     }
     return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, own))

@@ -96,7 +96,11 @@ class SideEffect:
 
 def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     """Yield the changes of containers whose elements the function has changed."""
-    return (_filled(each) for each in builder.containers if changed(each, builder.numbers))
+    return (
+        _filled(container)
+        for container in builder.containers
+        if changed(container, builder.numbers)
+    )
 
 
 def _elements(container: ContainerSnapshot) -> Any:
@@ -150,11 +154,11 @@ class ContainerChanges:
 
     def contents(self, parts: int | None = None) -> Contents:
         """Return the elements of the containers that the trace has read, or of the first parts."""
-        for each in self._builder.containers[self._read :]:
-            elements = _elements(each)
+        for container in self._builder.containers[self._read :]:
+            elements = _elements(container)
             both = [elements, elements.values()] if isinstance(elements, dict) else [elements]
             self._parts += both
-            self._owners += [each] * len(both)
+            self._owners += [container] * len(both)
         self._read = len(self._builder.containers)
         chosen = self._parts[:parts]
         return Contents(self._read, [*map(len, chosen)], [*itertools.chain.from_iterable(chosen)])
@@ -173,9 +177,9 @@ class ContainerChanges:
                 if lengths[0] != lengths[1] or not all(map(same, *pairs)):
                     found[id(owner)] = owner
             yield from map(_filled, found.values())
-        for each in self._builder.containers[before.containers :]:
-            if changed(each, self._builder.numbers):
-                yield _filled(each)
+        for container in self._builder.containers[before.containers :]:
+            if changed(container, self._builder.numbers):
+                yield _filled(container)
 
 
 def new_effects(before: Sequence[SideEffect], after: Sequence[SideEffect]) -> list[SideEffect]:
@@ -459,7 +463,7 @@ def check_bodies(label: str, updates: Updates, leaves: Sequence[Any], level: Tra
     Raises:
         TypeCheckError: a value leaves the body in another way.
     """
-    assigned = {slot.index: each.text for each in updates.updates for slot in each.slots()}
+    assigned = {slot.index: update.text for update in updates.updates for slot in update.slots()}
     texts = [*(["the function's result"] * len(leaves)), *map(assigned.get, range(len(assigned)))]
     for text, value in zip(texts, (*leaves, *updates.tensors), strict=True):
         if not isinstance(value, TraceTracer) or value.dispatch_level is level:
@@ -545,8 +549,8 @@ def check_containers(
         return
     args, kwargs = given
     args_before, kwargs_before = pytrees.unflatten(tree, leaves)
-    pairs = [(str(i), args_before[i], each) for i, each in enumerate(args)]
-    pairs += [(name, kwargs_before[name], each) for name, each in kwargs.items()]
+    pairs = [(str(i), args_before[i], value) for i, value in enumerate(args)]
+    pairs += [(name, kwargs_before[name], value) for name, value in kwargs.items()]
     names = list(signature_of(func).parameters)
     for name, before, after in pairs:
         (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)

@@ -271,10 +271,10 @@ _DICT, _SLOT = "__dict__", "slot"
 def _contents(value: Any) -> dict[tuple[str, str], Any]:
     """Return all attributes of an object, by their location and name."""
     namespace = _dict_of(value)
-    attributes = {(_DICT, name): each for name, each in namespace.items()}
+    attributes = {(_DICT, name): member for name, member in namespace.items()}
     for kind in STATE if isinstance(value, torch.nn.Module) else ():
         attributes.update(
-            {(kind, name): each for name, each in (namespace.get(kind) or {}).items()}
+            {(kind, name): member for name, member in (namespace.get(kind) or {}).items()}
         )
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():

@@ -46,17 +46,19 @@ def larger_minima(
     """
     larger: dict[str, Dim] = {}
     rest = []
-    for each in sorted(constraints, key=lambda each: len(each.expr.free_symbols)):
-        expr = each.expr if each.by_user else without_common_factor(each.expr, dims)
+    for constraint in sorted(constraints, key=lambda each: len(each.expr.free_symbols)):
+        expr = (
+            constraint.expr if constraint.by_user else without_common_factor(constraint.expr, dims)
+        )
         names = sorted(str(symbol) for symbol in expr.free_symbols)
         about = {name: larger.get(name, dims[name]) for name in names}
         bounded = (
             with_least_minima(expr, about)
-            if not each.by_user and _is_about_small_size(expr)
+            if not constraint.by_user and _is_about_small_size(expr)
             else None
         )
         if bounded is None:
-            rest.append(each)
+            rest.append(constraint)
         else:
             larger.update(bounded)
     return larger, rest
@@ -64,7 +66,7 @@ def larger_minima(
 
 def names_in_own_constraints(constraints: Sequence[Constraint]) -> frozenset[str]:
     """Return the named dims in constraints that torch, or this package, relies on."""
-    symbols = [each.expr.free_symbols for each in constraints if not each.by_user]
+    symbols = [constraint.expr.free_symbols for constraint in constraints if not constraint.by_user]
     return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
@@ -140,10 +142,15 @@ def check_constraints(
         ConstraintViolation: the trace relies on more than the descriptors guarantee.
         Retrace: the same, but it may apply to the sizes of the call alone.
     """
-    unmet = [part for each in constraints for part in _parts(each) if not holds(part.expr, dims)]
+    unmet = [
+        part
+        for constraint in constraints
+        for part in _parts(constraint)
+        if not holds(part.expr, dims)
+    ]
     if not unmet:
         return {}
-    unmet = [_of_call(each, sizes) for each in unmet]
+    unmet = [_of_call(constraint, sizes) for constraint in unmet]
     larger, rest = larger_minima(unmet, dims)
     if not rest:
         return larger
@@ -189,8 +196,8 @@ def _refusal(
     undescribed_shapes: Mapping[str, Sequence[int]],
 ) -> ConstraintViolation:
     lines = "".join(
-        f"  {each.text}  (at {each.location}{source_line(each.location, '; ')})\n"
-        for each in dict.fromkeys(unmet)
+        f"  {constraint.text}  (at {constraint.location}{source_line(constraint.location, '; ')})\n"
+        for constraint in dict.fromkeys(unmet)
     )
     suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
@@ -209,11 +216,11 @@ def _undescribed(
     """Return the advice to describe tensors whose sizes a named dim is compared with."""
     from sympy import Eq
 
-    equalities = [each.expr for each in unmet if isinstance(each.expr, Eq)]
+    equalities = [constraint.expr for constraint in unmet if isinstance(constraint.expr, Eq)]
     numbers = {
         int(number): str(symbol)
-        for each in equalities
-        for symbol, number in ((each.lhs, each.rhs), (each.rhs, each.lhs))
+        for equality in equalities
+        for symbol, number in ((equality.lhs, equality.rhs), (equality.rhs, equality.lhs))
         if symbol.is_Symbol and number.is_Integer
     }
     lines = [
@@ -229,10 +236,14 @@ def _undescribed(
 
 def _reasons(unmet: Sequence[Constraint]) -> str:
     return "".join(
-        f"\n{reason}" for reason in dict.fromkeys(each.reason for each in unmet) if reason
+        f"\n{reason}"
+        for reason in dict.fromkeys(constraint.reason for constraint in unmet)
+        if reason
     )
 
 
 def _rewritten(unmet: Sequence[Constraint]) -> str:
-    text = suggested_rewrites(dict.fromkeys(source_line(each.location) for each in unmet))
+    text = suggested_rewrites(
+        dict.fromkeys(source_line(constraint.location) for constraint in unmet)
+    )
     return f"\n{text}" if text else ""

@@ -247,7 +247,7 @@ def ordered(
             continue
         others = _with_larger_minima(least, dims[name], known, sizes)
         if others is not None:
-            size = int(surplus.subs({Symbol(each): sizes[each] for each in names}))
+            size = int(surplus.subs({Symbol(other): sizes[other] for other in names}))
             return Solution(name, value, [*others, known[extra]], {extra: size})
     return None
 
@@ -336,7 +336,7 @@ def suggested_dims(
     unmet: Sequence[Constraint], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
     """Return a dim that guarantees the constraints for each dim in them; None leaves it open."""
-    constraints = sorted(dict.fromkeys(each.expr for each in unmet), key=_rank)
+    constraints = sorted(dict.fromkeys(constraint.expr for constraint in unmet), key=_rank)
     for with_new in (True, False):
         suggestion = _Suggestion(dims, sizes, with_new)
         for constraint in [

@@ -93,8 +93,8 @@ class Archive:
     def require_entries(self, listed: Field) -> None:
         """Check that the entries and their sizes are those that the manifest lists."""
         self._sums = {}
-        for name, each in listed.mapping().items():
-            size, digest = each.record("bytes", "sha256")
+        for name, entry in listed.mapping().items():
+            size, digest = entry.record("bytes", "sha256")
             self._sums[name] = digest.text()
             info = self._infos.get(name)
             if info is None:

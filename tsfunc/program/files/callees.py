@@ -241,7 +241,7 @@ class CalleeReader:
     ) -> None:
         self._fields = field.items() if field is not None else []
         self._decode = decode
-        self._made = [self._head(each) for each in self._fields]
+        self._made = [self._head(stored) for stored in self._fields]
 
     @staticmethod
     def _head(field: Field) -> TracedCallee:
@@ -250,7 +250,7 @@ class CalleeReader:
             "once_differentiable", "refusal", "indices", "parts",
         )  # fmt: skip
         cls: type[TracedCallee] = kind.one_of(_by_name, "a kind of function")
-        counts = [each.integer(0, _MOST_OPERANDS) for each in fields]
+        counts = [stored.integer(0, _MOST_OPERANDS) for stored in fields]
         name = name_field.line()
         return cls(name, *counts)
 
@@ -260,18 +260,18 @@ class CalleeReader:
 
     def finish(self) -> None:
         """Read the parts of all functions."""
-        for each, callee in zip(self._fields, self._made, strict=True):
-            self._read(each, callee)
+        for stored, callee in zip(self._fields, self._made, strict=True):
+            self._read(stored, callee)
         depths: dict[TracedCallee, int] = {}
-        for each, callee in zip(self._fields, self._made, strict=True):
+        for stored, callee in zip(self._fields, self._made, strict=True):
             if _depth(callee, depths) > _DEEPEST:
-                each.fail("it calls others in a circle, or too deeply")
-        for each, callee in zip(self._fields, self._made, strict=True):
+                stored.fail("it calls others in a circle, or too deeply")
+        for stored, callee in zip(self._fields, self._made, strict=True):
             try:
                 for part in callee.parts:
                     part.make()
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-                each.fail(f"no code can be made of it: {error}")
+                stored.fail(f"no code can be made of it: {error}")
 
     def _read(self, field: Field, callee: TracedCallee) -> None:
         """Set the attributes of a function from its JSON."""
@@ -315,6 +315,6 @@ def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0
         if around <= _DEEPEST:
             targets = (node.target for node in every_node(callee.parts[0].graph))
             called = [inner for x in targets if (inner := getattr(x, "callee", None)) is not None]
-            inside = (_depth(each, known, around + 1) for each in called)
+            inside = (_depth(callee, known, around + 1) for callee in called)
             known[callee] = 1 + max(inside, default=0)
     return known[callee]

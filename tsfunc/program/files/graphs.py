@@ -140,7 +140,7 @@ class StoredOperator:
     def bodies(self, field: Field, types: Sequence[ValueType] | None = None) -> list[Body]:
         """Return the bodies of the operator, by default for its operands."""
         types = self.types if types is None else types
-        return [self._body(each, types) for each in field.items()]
+        return [self._body(item, types) for item in field.items()]
 
     def _body(self, field: Field, types: Sequence[ValueType]) -> Body:
         name, inner, inputs_field = field.record("name", "graph", "inputs")
@@ -339,8 +339,8 @@ class GraphReader:
     def read(self, field: Field) -> torch.fx.Graph:
         """Return the graph that a ``GraphWriter`` wrote."""
         nodes, outputs = field.record("nodes", "outputs")
-        for each in nodes.items():
-            self._node(each)
+        for node in nodes.items():
+            self._node(node)
         results = tuple(self._result(out) for out in outputs.items())
         self.graph.output(results)
         return self.graph

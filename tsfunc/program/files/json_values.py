@@ -271,7 +271,7 @@ def _encode(value: Any) -> Any:
     return {
         "class": class_name(kind),
         "children": [[name, _encode(child)] for name, child in children.items()],
-        "data": [[name, encode(each)] for name, each in data.items()],
+        "data": [[name, encode(item)] for name, item in data.items()],
     }
 
 

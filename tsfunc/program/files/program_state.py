@@ -182,8 +182,8 @@ def read_state(field: Field | None, tensors: TensorReader, values: ValueReader) 
     """Return the cells of a file."""
     names, contents = [], []
     reader = values.with_other({"tensor": tensors.tensor})
-    for each in field.items() if field is not None else ():
-        name, value = each.record("name", "value")
+    for item in field.items() if field is not None else ():
+        name, value = item.record("name", "value")
         names.append(name.line())
         contents.append(reader.decode(value))
     return CellState(names, contents)
@@ -217,8 +217,8 @@ class ProgramState:
         count, reads, updates = field.record("arguments", "reads", "updates")
         self.arguments = count.integer(0, _MOST_CELLS)
         cells = Source.of_object(state.values)
-        for i, each in enumerate(reads.items()):
-            self._read(each, state, cells)
+        for i, read in enumerate(reads.items()):
+            self._read(read, state, cells)
             self.inputs.append(self.arguments + i)
         slots: list[int] = []
 
@@ -229,8 +229,8 @@ class ProgramState:
         owner = self.arguments + len(self.inputs)
         reader = values.with_other({"result": slot})
         assigned = []
-        for each in updates.items():
-            cell_field, value = each.record("cell", "value")
+        for update in updates.items():
+            cell_field, value = update.record("cell", "value")
             cell = cell_field.integer(0, len(state) - 1)
             target = f"{{}}[{cell}]"
             assigned.append(Update(state.names[cell], owner, target, reader.decode(value)))

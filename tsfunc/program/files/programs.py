@@ -218,7 +218,7 @@ def encode_program(
     ]
     names = _names_of_symbols(program.graph)
     # A number that equals the size of an input has the name of that size.
-    numbers = [each for each in _numbers_of(program.graph) if each[0] not in names]
+    numbers = [number for number in _numbers_of(program.graph) if number[0] not in names]
     call_spec = program.call_spec
     assert call_spec is not None
     callees = CalleeWriter(
@@ -355,7 +355,7 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
         source, run = generate(name, graph, inputs, reader.lifted, state.updates)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         graph_field.fail(f"no code can be made of it: {error}")
-    known = frozenset(each.text() for each in constants.items())
+    known = frozenset(constant.text() for constant in constants.items())
     if not known <= reader.lifted.keys():
         constants.fail("there are others than tensors of the program")
     return ProgramData(

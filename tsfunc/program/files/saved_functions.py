@@ -163,7 +163,8 @@ def function_bytes(function: SavedFunction) -> bytes:
             "name": printable(function.name),
             "parameters": [_encode_parameter(p) for p in function.signature.parameters.values()],
             "descriptors": [
-                {name: _text(name, d) for name, d in each.items()} for each in function.descriptors
+                {name: _text(name, d) for name, d in descriptor.items()}
+                for descriptor in function.descriptors
             ],
             "limit": function.limit,
             "calls": calls,
@@ -279,7 +280,10 @@ def read_function(
     return SavedFunction(
         name.line(),
         signature,
-        tuple(_read_descriptors(each, signature, classes) for each in described.items()),
+        tuple(
+            _read_descriptors(described_field, signature, classes)
+            for described_field in described.items()
+        ),
         limit.integer(1),
         answers,
         made_with,
@@ -390,7 +394,7 @@ def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)
     read = list(program.inputs[len(given) :])
-    if read != list(range(count, last)) or any(each.owner != last for each in program.updates):
+    if read != list(range(count, last)) or any(update.owner != last for update in program.updates):
         field.fail("its program has inputs that the call does not have")
     tensors = {spec.position for spec in call_spec.inputs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -414,16 +418,16 @@ def _reads(program: ProgramData) -> int:
 
 def _read_signature(field: Field) -> inspect.Signature:
     parameters = []
-    for each in field.items():
-        each.require_keys(("name", "kind"), ("default",))
-        name = each.at("name").text()
+    for item in field.items():
+        item.require_keys(("name", "kind"), ("default",))
+        name = item.at("name").text()
         if not name.isidentifier():
-            each.at("name").expected("a name")
-        kind = each.at("kind").one_of(_KINDS, "a kind of parameter")
+            item.at("name").expected("a name")
+        kind = item.at("kind").one_of(_KINDS, "a kind of parameter")
         try:
-            parameters.append(inspect.Parameter(name, kind, default=_default(each.get("default"))))
+            parameters.append(inspect.Parameter(name, kind, default=_default(item.get("default"))))
         except ValueError as error:
-            each.fail(str(error))
+            item.fail(str(error))
     try:
         return inspect.Signature(parameters)
     except ValueError as error:

@@ -94,10 +94,10 @@ class TensorWriter:
             return
         first = stored.first // _ALIGNED * _ALIGNED
         memory[name] = _storage_bytes(tensor, first, stored.last)
-        for each in stored.tensors:
-            view = self._tensors[each]
+        for stored_tensor in stored.tensors:
+            view = self._tensors[stored_tensor]
             offset = view.storage_offset() * view.element_size() - first
-            records[each] = {
+            records[stored_tensor] = {
                 **_facts(view),
                 "memory": name,
                 "strides": list(view.stride()),
@@ -165,7 +165,7 @@ class TensorReader:
         self._made: dict[str, torch.Tensor] = {}
         self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
         self._on_devices: dict[tuple[str, torch.device], torch.Tensor] = {}
-        used = {each.at("memory").text() for each in self._records.values()}
+        used = {record.at("memory").text() for record in self._records.values()}
         if used != set(self._memory):
             raise FileFormatError(
                 f"{where}: expected the tensors {sorted(used)[:10]} of the programs, got "

@@ -360,7 +360,7 @@ def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], 
     """
     if not program.updates:
         return None
-    slots = range(sum(len(each.slots()) for each in program.updates))
+    slots = range(sum(len(update.slots()) for update in program.updates))
     graph = torch.fx.Graph()
     graph.output(tuple(graph.placeholder(f"assigned_{i}") for i in slots))
     places = [count + i for i in slots]

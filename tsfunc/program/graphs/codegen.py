@@ -232,13 +232,13 @@ def generate(
     scope = scope_of(name, graph, lifted)
     called = generated_name(name)
     written = list(statements(graph, inputs, scope, updates))
-    lines = [f"    {each.text}\n" for each in written]
+    lines = [f"    {statement.text}\n" for statement in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
     locations = {
-        line: each.node.meta["location"]
-        for line, each in enumerate(written, start=2)
-        if each.node is not None and each.node.meta.get("location") is not None
+        line: statement.node.meta["location"]
+        for line, statement in enumerate(written, start=2)
+        if statement.node is not None and statement.node.meta.get("location") is not None
     }
     objects = {**scope.objects, LOCATIONS: locations}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), objects)
@@ -274,17 +274,17 @@ def _is_plain(function: Any) -> bool:
 def _ending(output: torch.fx.Node, updates: Sequence[Update], scope: Scope) -> Iterator[Statement]:
     """Yield the updates, whose tensors are the last results of the graph, and the return."""
     results: Any = output.args[0]
-    count = len(results) - sum(len(each.slots()) for each in updates)
+    count = len(results) - sum(len(update.slots()) for update in updates)
 
     def spell(value: Any) -> str:
         return _spell(fill(value, results[count:]), scope)
 
-    for each in updates:
-        if each.buffer is not None and each.slots():
-            arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
+    for update in updates:
+        if update.buffer is not None and update.slots():
+            arguments = f"args[{update.owner}], {update.buffer!r}, {spell(update.value)}"
             yield Statement(f"{scope.name(note_assignment, 'note_assignment')}({arguments})")
-        for text in each.statements(f"args[{each.owner}]", spell):
-            yield Statement(f"{text}  # {each.text}")
+        for text in update.statements(f"args[{update.owner}]", spell):
+            yield Statement(f"{text}  # {update.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), scope)}", output)
 
 

@@ -51,7 +51,7 @@ def _tensors(program: ProgramData) -> Sequence[Any]:
     positions = {spec.position for spec in numbers}
     guards = () if program.closure_guards is None else program.closure_guards.guards
     read = {guard.source.path for guard in guards if isinstance(guard, AnyClosureNumber)}
-    places = [_place(program, each) for each in program.inputs if each not in positions]
+    places = [_place(program, index) for index in program.inputs if index not in positions]
     return [place for place in places if place not in read]
 
 
@@ -198,7 +198,7 @@ class _Matching:
             if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
                 self.values[node] = self.symbolic.tensor(node)
             elif is_computable(node):
-                known = {each: self._known(each) for each in node.all_input_nodes}
+                known = {argument: self._known(argument) for argument in node.all_input_nodes}
                 if any(value is None for value in known.values()):
                     return None
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)

@@ -94,9 +94,10 @@ def _problems(
     for position in program.inputs:
         if position >= len(call_spec.leaves) and position not in program.state.inputs:
             yield f"attributes of tensors. {program.advice_about_attributes}"
-    for i, each in enumerate(program.updates):
-        if each.slots() and i not in program.state.assigned:
-            yield f"the assignment of a tensor to {each.text}, which is not a buffer of the module"
+    for i, update in enumerate(program.updates):
+        if update.slots() and i not in program.state.assigned:
+            text = update.text
+            yield f"the assignment of a tensor to {text}, which is not a buffer of the module"
     for name, reason in left_over(graph):
         yield no_operator(name, reason)
 
@@ -145,7 +146,7 @@ def _shapes(
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in call_spec.inputs:
         shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(call_spec.tree, [_ExportShape(each) for each in shapes])
+    args, kwargs = pytrees.unflatten(call_spec.tree, [_ExportShape(shape) for shape in shapes])
     return {
         **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
         **{name: _as_given(arg) for name, arg in kwargs.items()},
@@ -260,16 +261,16 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
     A submodule or tensor with two names stays one object.
     """
     made = {id(module): root}
-    for path, each in module.named_modules(remove_duplicate=False):
+    for path, submodule in module.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
-        like = made.setdefault(id(each), torch.nn.Module())
+        like = made.setdefault(id(submodule), torch.nn.Module())
         if path:
             made[id(module.get_submodule(parent))].add_module(name, like)
-        like.train(each.training)
-        for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
+        like.train(submodule.training)
+        for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
             like.register_parameter(name, parameter)
-        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
-            like.register_buffer(name, buffer, persistent=is_persistent(each, name))
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
+            like.register_buffer(name, buffer, persistent=is_persistent(submodule, name))
 
 
 def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
@@ -305,10 +306,10 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
     """Put a tensor into a module at a path, or under its name if the path is taken."""
     *path, last = wanted.split(".")
     at = root
-    for each in path:
-        if not hasattr(at, each):
-            at.add_module(each, torch.nn.Module())
-        at = getattr(at, each)
+    for part in path:
+        if not hasattr(at, part):
+            at.add_module(part, torch.nn.Module())
+        at = getattr(at, part)
         if not isinstance(at, torch.nn.Module):
             return _put(root, name, f"{name}_", tensor, fixed)
     if not last or hasattr(at, last):
@@ -324,8 +325,8 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
 
 def _at(root: torch.nn.Module, path: str) -> torch.Tensor:
     value: Any = root
-    for each in path.split("."):
-        value = getattr(value, each)
+    for part in path.split("."):
+        value = getattr(value, part)
     return value
 
 

@@ -153,7 +153,7 @@ def _divided(
     results = [node for node in graph.nodes if node in hoisted and not hoisted >= set(node.users)]
     if all(node.target is operator.getitem or is_view(node) for node in hoisted):
         return None  # views cost less than a look at the counts of their tensors
-    needed = {each for node in hoisted for each in node.all_input_nodes} - hoisted
+    needed = {argument for node in hoisted for argument in node.all_input_nodes} - hoisted
     read = [index for node, index in indices.items() if node in needed]
     lifted = {str(node.target): program.tensor(node) for node in needed if node.op == "get_attr"}
     first, rest = torch.fx.Graph(), torch.fx.Graph()
@@ -204,7 +204,7 @@ def _hoisted(
             if any(map(aliases.is_from_outside, written(node))):
                 break
         elif _may_be_hoisted(node, aliases) and all(
-            each in sources or each in hoisted for each in node.all_input_nodes
+            argument in sources or argument in hoisted for argument in node.all_input_nodes
         ):
             hoisted.add(node)
     # Results that are several tensors stay with the operators that take these apart.

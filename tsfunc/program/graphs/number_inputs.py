@@ -116,9 +116,9 @@ class NumbersAsTensors:
             node.kwargs = torch.fx.map_arg(node.kwargs, self._as_read)
         elif not self._reads:
             self._use_tensors(node)
-        for each in node.all_input_nodes:
-            if self._origins.get(each) and not _is_int(each):
-                self._refused |= self._origins[each]
+        for argument in node.all_input_nodes:
+            if self._origins.get(argument) and not _is_int(argument):
+                self._refused |= self._origins[argument]
 
     def _result(self, node: torch.fx.Node) -> Any:
         if not self._origins.get(node):
@@ -336,13 +336,13 @@ def _computes_in(node: torch.fx.Node, value: torch.Tensor) -> torch.dtype:
     if value.dtype is not torch.bool:
         return value.dtype
     dtype = torch.bool
-    for each in node.all_input_nodes:
-        operand = each.meta.get("val")
+    for argument in node.all_input_nodes:
+        operand = argument.meta.get("val")
         if isinstance(operand, torch.Tensor):
             dtype = torch.promote_types(dtype, operand.dtype)
-    for each in node.all_input_nodes:
-        if _is_number(each):
-            dtype = torch.result_type(torch.empty(1, dtype=dtype), 1 if _is_int(each) else 1.0)
+    for argument in node.all_input_nodes:
+        if _is_number(argument):
+            dtype = torch.result_type(torch.empty(1, dtype=dtype), 1 if _is_int(argument) else 1.0)
     return dtype
 
 

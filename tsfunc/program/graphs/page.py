@@ -91,7 +91,7 @@ def programs_page(
     for i, program in enumerate(programs):
         seconds = times.get(program, {})
         head = f"Program {i + 1} of {len(programs)}: " if len(programs) > 1 else ""
-        descriptors = [[name, repr(each)] for name, each in program.descriptors.items()]
+        descriptors = [[name, repr(descriptor)] for name, descriptor in program.descriptors.items()]
         body += (
             f"<section><h2>{escape(head + program.name)}</h2>"
             + "".join(_graph(program.name, program.graph, program, seconds, facts, numbers))

@@ -329,7 +329,7 @@ _LONGEST = 24  # maximum number of characters of a call's arguments
 
 def _argument(value: object) -> str:
     if isinstance(value, list | tuple) and any(isinstance(v, torch.fx.Node) for v in value):
-        return f"[{', '.join(_argument(each) for each in value)}]"
+        return f"[{', '.join(_argument(item) for item in value)}]"
     return "·" if isinstance(value, torch.fx.Node) else plain_name(value)
 
 

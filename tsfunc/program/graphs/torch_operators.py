@@ -143,7 +143,7 @@ def _drop_states(graph: torch.fx.Graph) -> None:
     """Remove states of random generators, and views of them, that no operator uses."""
     states: list[torch.fx.Node] = []
     for node in graph.nodes:
-        viewed = any(each in states for each in node.all_input_nodes) and _may_be_view(node)
+        viewed = any(argument in states for argument in node.all_input_nodes) and _may_be_view(node)
         if viewed or isinstance(node.target, RandomStates):
             states.append(node)
     for node in reversed(states):
@@ -165,7 +165,7 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
         for body in bodies:
             part = module.get_submodule(str(body.target))
             assert isinstance(part, torch.fx.GraphModule)
-            inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
+            inputs = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
             first: dict[Any, torch.fx.Node] = {}
             for operand, placeholder in zip(operands, inputs, strict=True):
                 known = first.setdefault(operand, placeholder)
@@ -411,7 +411,7 @@ class Writer:
                 if isinstance(operand, torch.fx.Node) and "val" in node.meta:
                     operand.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
-                return [values[each] for each in node.args[0]]
+                return [values[item] for item in node.args[0]]
             elif node.op == "get_attr":
                 values[node] = self._part(str(node.target), constants[str(node.target)])
                 values[node].meta = dict(node.meta)
@@ -427,7 +427,7 @@ class Writer:
                 values[node] = self._checked(node, *args)
             elif node.meta.get("no_grad"):
                 # A body has no grad mode: its no_grad operators get detached tensors.
-                cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
+                cut = {argument: self._cut(values[argument]) for argument in node.all_input_nodes}
                 values[node] = self.graph.node_copy(node, cut.__getitem__)
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
@@ -511,7 +511,7 @@ class Writer:
                 name = str(node.target)
                 values[node] = self._part(name, getattr(module, name))
             elif node.op == "output":
-                return [values[each] for each in node.args[0]]
+                return [values[item] for item in node.args[0]]
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{name} returns nothing")

@@ -169,7 +169,7 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
             return not path and name == type(value).__name__
         case TSUnion(alternatives):
             return Value(value) not in alternatives and any(
-                _is_by_type(each, path, value) for each in alternatives
+                _is_by_type(alternative, path, value) for alternative in alternatives
             )
         case _:
             child = descriptor.child_at(path)
@@ -412,7 +412,7 @@ def _is_any(declared: Descriptor, path: tuple[Any, ...]) -> bool:
         case TSMetaType():
             return True
         case TSUnion(alternatives):
-            return any(_is_any(each, path) for each in alternatives)
+            return any(_is_any(alternative, path) for alternative in alternatives)
         case _:
             child = declared.child_at(path) if path else None
             if child is None or (child == ANY and _is_annotated_as_any(declared, path[0])):

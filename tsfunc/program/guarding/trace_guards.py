@@ -255,7 +255,7 @@ def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
 
 
 def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
-    group = tuple(_position(each, positions) for each in field.items())
+    group = tuple(_position(guard_field, positions) for guard_field in field.items())
     if not group:
         field.expected("the places of arguments")
     return group

@@ -98,12 +98,12 @@ def _compose(
     target: Any
     if _name(node) in _PERMUTATIONS:
         order = list(range(before.dim()))
-        for each in reversed(chain):
-            order = [order[i] for i in _permutation(each)]
+        for view in reversed(chain):
+            order = [order[i] for i in _permutation(view)]
         target, argument = torch.ops.aten.permute.default, order
         undone = order == list(range(before.dim()))
     else:
-        if escapes and any(_name(each) in _MAY_COPY for each in chain):
+        if escapes and any(_name(view) in _MAY_COPY for view in chain):
             return
         if not _fixed(value) or not _fixed(before) or not _same_strides(before, value):
             return
@@ -138,7 +138,7 @@ def _drop_kept_dims(
     shape = [size for i, size in enumerate(kept.shape) if i not in reduced]
     if list(value.shape) != shape or not (value.is_contiguous() and kept.is_contiguous()):
         return False
-    source.args = tuple(False if each is True else each for each in source.args)
+    source.args = tuple(False if arg is True else arg for arg in source.args)
     source.kwargs = {k: False if k == "keepdim" else v for k, v in source.kwargs.items()}
     source.meta["val"] = value
     if aliases.escapes(node):

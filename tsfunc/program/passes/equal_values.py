@@ -25,11 +25,11 @@ from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_
 _NONE: Axes = frozenset()
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the
 # ranks' cotangents, so each rank may keep its own part of a cotangent until then.
-MAKES_EQUAL = frozenset(kind for kind, each in EXCHANGES.items() if each.makes == "equal")
+MAKES_EQUAL = frozenset(kind for kind, exchange in EXCHANGES.items() if exchange.makes == "equal")
 # The kinds that give equal values to equal values, in a pullback too if the transpose is one.
 _IN_PULLBACKS = MAKES_EQUAL | {"total"}
 # The kinds of exchange after which each rank has a value of its own.
-_MAKES_PARTS = frozenset(kind for kind, each in EXCHANGES.items() if each.makes == "parts")
+_MAKES_PARTS = frozenset(kind for kind, exchange in EXCHANGES.items() if exchange.makes == "parts")
 
 
 class _Visit:
@@ -48,7 +48,7 @@ class _Visit:
 
     def of_inputs(self, node: torch.fx.Node) -> Axes:
         """Return the axes of all arguments of a node."""
-        return _NONE.union(*(self.axes[each] for each in node.all_input_nodes))
+        return _NONE.union(*(self.axes[argument] for argument in node.all_input_nodes))
 
 
 class Flow:
@@ -104,7 +104,7 @@ class Flow:
     def _of_node(self, node: torch.fx.Node, visit: _Visit) -> Axes:
         if isinstance(node.target, ControlFlow):
             args: tuple[Any, ...] = node.args
-            operands = [visit.axes.get(each, _NONE) for each in args]
+            operands = [visit.axes.get(arg, _NONE) for arg in args]
             results = node.target.result_axes(operands, self._through)
             if results is None:
                 return self.of_unseen(node.target, visit.of_inputs(node))
@@ -118,7 +118,7 @@ class Flow:
         """Return the axes of a body's results."""
         visit = self._visit(body.graph, [operands[at] for at in body.inputs])
         results: Any = next(iter(reversed(body.graph.nodes))).args[0]
-        return [visit.axes.get(each, _NONE) for each in results]
+        return [visit.axes.get(result, _NONE) for result in results]
 
 
 class MayVary(Flow):

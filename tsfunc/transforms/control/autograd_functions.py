@@ -220,8 +220,8 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
 def _refuse_effects(name: str, trace: TraceLevel, effects: Sequence[SideEffect]) -> None:
     """Raise an error if a function changes objects from outside: each run of it would do so."""
     if effects:
-        lines = [f" at {each.line}" if each.line else "" for each in effects]
-        texts = [f"{each.text}{line}" for each, line in zip(effects, lines, strict=True)]
+        lines = [f" at {effect.line}" if effect.line else "" for effect in effects]
+        texts = [f"{effect.text}{line}" for effect, line in zip(effects, lines, strict=True)]
         raise TypeCheckError(
             f"{trace.name}: {name} changes {', '.join(texts)}. A program runs {name}, which has "
             f"its own derivative, as one operator, with the objects of its trace. Return the new "

@@ -444,7 +444,7 @@ def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
         if isinstance(op, TorchOperator) and op.name in _MOVES:
             values[node] = values[node.args[0]]
         elif node.op == "output":
-            made.output(tuple(values[each] for each in node.args[0]))
+            made.output(tuple(values[item] for item in node.args[0]))
         else:
             values[node] = made.node_copy(node, values.__getitem__)
     return made

@@ -69,14 +69,15 @@ class PhysicalBatch:
         self.batched, self.size = tuple(batched), size
         self.index, self.numbers = index, numbers
         self.operands = [
-            x.contiguous() if each else x for x, each in zip(operands, self.batched, strict=True)
+            x.contiguous() if is_batched else x
+            for x, is_batched in zip(operands, self.batched, strict=True)
         ]
 
     @classmethod
     def of(cls, operands: Sequence[Any], batched: Sequence[bool]) -> PhysicalBatch:
         """Return the whole batch with these operands, at least one of which is batched."""
         pairs = zip(operands, batched, strict=True)
-        return cls(operands, batched, next(x.shape[0] for x, each in pairs if each))
+        return cls(operands, batched, next(x.shape[0] for x, is_batched in pairs if is_batched))
 
     def with_batched(self, count: int) -> PhysicalBatch:
         """Return the batch with the first ``count`` operands batched."""

@@ -136,7 +136,7 @@ def _positions(field: Field, count: int) -> list[int]:
 
 
 def _decode_mapped(stored: StoredOperator, of: Field, batched_field: Field) -> ControlFlow:
-    batched = [each.flag() for each in batched_field.items()]
+    batched = [item.flag() for item in batched_field.items()]
     if len(batched) > len(stored.types):
         batched_field.fail("there are fewer operands than that")
     return MappedOperator(_operator(of, stored.reader, stored.types), batched)
@@ -156,7 +156,7 @@ def _decode_prefixes(
 def _decode_replayed(
     stored: StoredOperator, of: Field, count_field: Field, devices_field: Field
 ) -> ControlFlow:
-    devices = [stored.reader.device(each) for each in devices_field.items()]
+    devices = [stored.reader.device(item) for item in devices_field.items()]
     states = RandomStates.count(devices)
     count = _count(stored, count_field, states)
     inner = [*stored.types[:count], *stored.types[count + states :]]
@@ -166,7 +166,7 @@ def _decode_replayed(
 def _decode_states(stored: StoredOperator, devices: Field) -> ControlFlow:
     if stored.types:
         stored.fail("the states of generators depend on nothing")
-    return RandomStates([stored.reader.device(each) for each in devices.items()])
+    return RandomStates([stored.reader.device(item) for item in devices.items()])
 
 
 _NAMED_POLICIES: dict[str, Policy] = {
@@ -201,7 +201,7 @@ def _decode_policy(field: Field, made_with: str) -> Policy:
         first, second = either.items(2)
         return SaveEither(_decode_policy(first, made_with), _decode_policy(second, made_with))
     (operators,) = field.record("operators")
-    found_ops = [operator_named(each, made_with)[0].overload for each in operators.items()]
+    found_ops = [operator_named(item, made_with)[0].overload for item in operators.items()]
     return SaveOperators(frozenset(found_ops))
 
 
@@ -242,13 +242,13 @@ def _callee_number(op: FunctionCall, writer: GraphWriter) -> int:
 def _encode_maps(op: FunctionCall, writer: GraphWriter) -> list[Any]:
     return [
         {
-            "in_dims": list(each.in_dims),
-            "out_dims": list(each.out_dims),
-            "randomness": each.randomness,
-            "axis_name": encode(each.axis_name),
-            "axis_size": _fixed(each.axis_size),
+            "in_dims": list(dim_map.in_dims),
+            "out_dims": list(dim_map.out_dims),
+            "randomness": dim_map.randomness,
+            "axis_name": encode(dim_map.axis_name),
+            "axis_size": _fixed(dim_map.axis_size),
         }
-        for each in op.maps
+        for dim_map in op.maps
     ]
 
 
@@ -264,7 +264,7 @@ def _decode_call(
     callee = stored.reader.callees.at(number)
     if list(stored.types) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
         stored.fail(f"{callee.name} is called with other values than it takes")
-    maps = [_decode_map(each, callee, stored.reader) for each in maps_field.items()]
+    maps = [_decode_map(item, callee, stored.reader) for item in maps_field.items()]
     written = [at.integer(0, callee.tensors - 1) for at in written_field.items()]
     op = FunctionCall(callee, maps, written)
     op.name = op.__name__ = stored.name
@@ -289,7 +289,7 @@ def _decode_map(field: Field, callee: TracedCallee, reader: GraphReader) -> Encl
 
 def _dims(field: Field, count: int) -> tuple[int | None, ...]:
     items = field.items(count)
-    return tuple(None if each.value is None else each.integer(0, _MOST) for each in items)
+    return tuple(None if item.value is None else item.integer(0, _MOST) for item in items)
 
 
 def register_all() -> None:

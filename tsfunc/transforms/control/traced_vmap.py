@@ -72,7 +72,7 @@ def call_for_examples(
         return call_control_flow(op, trace, tensors, numbers, results)
     columns = list(zip(*(hidden.batched_flags(unwrap_all(x)[1]) for x in tensors), strict=True))
     level = next(iter(hidden.levels.values()))
-    batched = {i for flags in columns for i, each in enumerate(flags) if each}
+    batched = {i for flags in columns for i, flag in enumerate(flags) if flag}
     written = {i for body in op.bodies for i in written_inputs(body)}
     for i in sorted(written):
         if i not in batched and not tensors[i].is_from_outside():
