@@ -228,9 +228,9 @@ class DispatchKeySet:
 
     @classmethod
     def from_bits(cls, bits: int) -> DispatchKeySet:
-        made = object.__new__(cls)
-        object.__setattr__(made, "bits", bits)
-        return made
+        key_set = object.__new__(cls)
+        object.__setattr__(key_set, "bits", bits)
+        return key_set
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a DispatchKeySet does not change: make another with | and &.")

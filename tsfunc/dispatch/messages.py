@@ -14,9 +14,9 @@ from tsfunc.user_code import Location, user_location
 
 def call_summary(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return a short form of the call: the operator and the types of its arguments."""
-    given = [type(arg).__name__ for arg in args]
-    given += [f"{key}={type(arg).__name__}" for key, arg in kwargs.items()]
-    return f"{name}({', '.join(given)})"
+    kinds = [type(arg).__name__ for arg in args]
+    kinds += [f"{key}={type(arg).__name__}" for key, arg in kwargs.items()]
+    return f"{name}({', '.join(kinds)})"
 
 
 def escaped(name: str, level: Level) -> str:

@@ -112,13 +112,13 @@ class State:
         reaches the next key. Backends are not excluded, since they end every call. Keys that the
         user has excluded stay excluded.
         """
-        known = self._kernel_states
-        if known is None:
-            known = self._kernel_states = {}
-        state = known.get(bit)
+        states = self._kernel_states
+        if states is None:
+            states = self._kernel_states = {}
+        state = states.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1) | BACKEND_BITS & ~self.excluded
-            state = known[bit] = State(
+            state = states[bit] = State(
                 self.include, mask, self.levels, None, self.excluded, self.recorder,
                 self.remap_args,
             )  # fmt: skip
@@ -130,24 +130,24 @@ class State:
         The state excludes the same keys as :meth:`kernel_state`, except BackendSelect, which
         factories need. The kernel may call other operators, and its own operator on other values.
         """
-        known = self._backend_states
-        if known is None:
-            known = self._backend_states = {}
-        state = known.get((op, bit))
+        states = self._backend_states
+        if states is None:
+            states = self._backend_states = {}
+        state = states.get((op, bit))
         if state is None:
             mask = self.kernel_state(bit).mask | _BACKEND_SELECT & ~self.excluded
-            state = known[op, bit] = self.replace(mask=mask, running=None, backend_operator=op)
+            state = states[op, bit] = self.replace(mask=mask, running=None, backend_operator=op)
         return state
 
     def replace(self, **changes: Any) -> State:
         """Return a copy with other values of some attributes."""
-        kept: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "include": self.include, "mask": self.mask, "levels": self.levels,
             "running": self.running, "excluded": self.excluded, "recorder": self.recorder,
             "remap_args": self.remap_args, "backend_operator": self.backend_operator,
             "hidden": self.hidden,
         }  # fmt: skip
-        return State(**kept | changes)
+        return State(**attributes | changes)
 
     def with_fresh_remap_args(self) -> State:
         """Return this state with a fresh ``remap_args``, to run a function a second time."""
@@ -380,8 +380,8 @@ class Level:
     @property
     def inner(self) -> State:
         """The state of the code that runs inside of the level."""
-        made = self._inner
-        if made is None:
+        state = self._inner
+        if state is None:
             outer, depth = self.outer, self.depth
             excluded, mask = outer.excluded, outer.mask
             if mask != -1:
@@ -390,11 +390,11 @@ class Level:
                 inward = _masks(depth, self.key.priority)[1]
                 mask |= inward & ~excluded if excluded else inward
             include = outer.include | self.bits if self._modal else outer.include
-            made = self._inner = State(
+            state = self._inner = State(
                 include, mask, (*outer.levels, self), None, excluded, outer.recorder,
                 outer.remap_args,
             )  # fmt: skip
-        return made
+        return state
 
     @inner.setter
     def inner(self, state: State) -> None:

@@ -70,15 +70,15 @@ def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
 
 def may_be_caught(frame: FrameType) -> bool:
     """True if a function between the start of the trace and this frame may catch an exception."""
-    own: FrameType | None = frame
-    while own is not None:
-        name = own.f_globals.get("__name__", "")
-        passes_on = own is not frame and name.startswith(("torch.", "tsfunc."))
-        if not passes_on and _catches(own.f_code, own.f_lasti):
+    caller: FrameType | None = frame
+    while caller is not None:
+        name = caller.f_globals.get("__name__", "")
+        passes_on = caller is not frame and name.startswith(("torch.", "tsfunc."))
+        if not passes_on and _catches(caller.f_code, caller.f_lasti):
             return True
-        if own.f_code in _STARTS:
+        if caller.f_code in _STARTS:
             return False
-        own = own.f_back
+        caller = caller.f_back
     return False
 
 

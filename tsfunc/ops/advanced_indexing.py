@@ -49,17 +49,17 @@ def _is_mask(index: Any) -> bool:
 
 def _without_masks(indices: Sequence[Any], bdims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Replace each unbatched mask by the integer indices of its True elements."""
-    kept: list[Any] = []
+    positions_and_indices: list[Any] = []
     kept_bdims: list[Any] = []
     for index, bdim in zip(indices, bdims, strict=True):
         if _is_mask(index):
             positions = index.nonzero().unbind(1)
-            kept += positions
+            positions_and_indices += positions
             kept_bdims += [None] * len(positions)
         else:
-            kept.append(index)
+            positions_and_indices.append(index)
             kept_bdims.append(bdim)
-    return kept, kept_bdims
+    return positions_and_indices, kept_bdims
 
 
 def _masks_fit(x: Tensor, bdim: int | None, indices: Sequence[Any], bdims: Sequence[Any]) -> bool:

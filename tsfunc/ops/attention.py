@@ -66,8 +66,8 @@ def _refuse_dropout(op: Any, level: RuleLevel, p: float) -> None:
 @row("aten::scaled_dot_product_attention")
 def attention(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the whole operator for ranks that fused kernels support; other calls are decomposed."""
-    given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
-    mask, dropout, causal = given
+    options = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
+    mask, dropout, causal = options
     m = bdims[3] if len(bdims) > 3 else None
     ranks = [logical_rank(x, bdim) for x, bdim in zip(args[:3], bdims[:3], strict=True)]
     rank, size = ranks[0], level.batch_size

@@ -74,8 +74,8 @@ class VerifiedRule:
     ) -> bool:
         """True if the rule's result has the shape and dtype that one example's result has."""
         try:
-            given = [_fake(arg, None) for arg in args]
-            out, out_dims = self.rule(op, level, bdims, given, kwargs)
+            samples = [_fake(arg, None) for arg in args]
+            out, out_dims = self.rule(op, level, bdims, samples, kwargs)
             example = [_fake(arg, bdim) for arg, bdim in zip(args, bdims, strict=True)]
             wanted = op(*example, **kwargs)
         except Exception:

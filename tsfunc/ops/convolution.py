@@ -162,8 +162,8 @@ def _bias_grad(grad: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     if bdim is None:
         return grad.sum([0, *range(2, grad.dim())]), None
     channels = 1 if bdim > 1 else 2
-    kept = (bdim, channels)
-    return grad.sum([d for d in range(grad.dim()) if d not in kept]), int(bdim > channels)
+    kept_dims = (bdim, channels)
+    return grad.sum([d for d in range(grad.dim()) if d not in kept_dims]), int(bdim > channels)
 
 
 @row("aten::convolution_backward", "aten::convolution_backward_overrideable")

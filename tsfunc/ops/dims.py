@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 
-def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
+def with_defaults(args: Sequence[Any], *defaults: Any) -> list[Any]:
     """Return the positional arguments, followed by the defaults of the missing ones."""
-    return [*given, *defaults[len(given) :]]
+    return [*args, *defaults[len(args) :]]
 
 
 def logical_rank(x: Tensor, bdim: int | None) -> int:
@@ -294,8 +294,8 @@ def promote_scalar_dtype(high: torch.dtype, low: torch.dtype) -> torch.dtype:
     return high
 
 
-def _join(known: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    return dtype if known is None or known is dtype else torch.promote_types(known, dtype)
+def _join(joined: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    return dtype if joined is None or joined is dtype else torch.promote_types(joined, dtype)
 
 
 def promote_scalars(args: Sequence[Any], bdims: Sequence[int | None]) -> Sequence[Any]:

@@ -84,8 +84,8 @@ def embedding_dense_backward(
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def embedding_bag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The bags of all examples follow each other, in one long table; gradients are dense."""
-    given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
-    weight, indices, bags, by_frequency, mode, _, scales, last, padding = given
+    options = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
+    weight, indices, bags, by_frequency, mode, _, scales, last, padding = options
     p, q, r = bdims[:3]
     if weight.requires_grad or (scales is not None and scales.requires_grad):
         # C++ checks requires_grad on the tracer only, not on the value inside of it.
@@ -108,12 +108,12 @@ def embedding_bag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
         weight, indices.flatten(), bags, by_frequency, mode, False, scales, False, padding
     )
     out = out.unflatten(0, (size, count))
-    own = p is not None and mode == 2
-    return _bag_results(size, count, own, weight, (out, to_bag, sizes, largest))
+    per_example = p is not None and mode == 2
+    return _bag_results(size, count, per_example, weight, (out, to_bag, sizes, largest))
 
 
 def _bag_results(
-    size: int, count: int, own: bool, weight: Tensor, results: Sequence[Tensor]
+    size: int, count: int, per_example: bool, weight: Tensor, results: Sequence[Tensor]
 ) -> Any:
     """Return the kernel's bookkeeping results as they would be for each example."""
     out, to_bag, sizes, largest = results
@@ -125,7 +125,7 @@ def _bag_results(
         sizes, bdims[2] = sizes.unflatten(0, (size, sizes.shape[0] // size)), 0
     if largest.shape[0]:
         largest, bdims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
-        if own:
+        if per_example:
             largest = largest - offsets(largest, size, weight.shape[0] // size)
             largest = largest.clamp(min=0)  # for empty bags the index is 0 in every table
     return (out, to_bag, sizes, largest), tuple(bdims)

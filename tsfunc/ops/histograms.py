@@ -57,9 +57,9 @@ def histc(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     return bin_counts(positions, bins, None, x.dtype), 0
 
 
-def _edges(x: Tensor, bins: int, given: Sequence[float] | None) -> Tensor:
+def _edges(x: Tensor, bins: int, limits: Sequence[float] | None) -> Tensor:
     """Return the edges of equal bins for each example (N, elements)."""
-    low, high = given if given is not None else (0, 0 if x.shape[1] else 1)
+    low, high = limits if limits is not None else (0, 0 if x.shape[1] else 1)
     lows, highs = _bounds(x, low, high, 0.5)
     return evenly_spaced(lows, highs, bins + 1)
 
@@ -153,9 +153,9 @@ def _coordinates(x: Tensor, bdim: int | None) -> Any:
     return x.shape[-2 if bdim == x.dim() - 1 else -1]
 
 
-def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None) -> list[Tensor]:
+def _edges_of_all(x: Tensor, bins: Sequence[int], limits: Sequence[float] | None) -> list[Tensor]:
     return [
-        _edges(x[:, :, d], count, None if given is None else given[2 * d : 2 * d + 2])
+        _edges(x[:, :, d], count, None if limits is None else limits[2 * d : 2 * d + 2])
         for d, count in enumerate(bins)
     ]
 

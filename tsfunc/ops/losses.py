@@ -169,8 +169,8 @@ def multi_margin_loss(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch into the samples."""
-    given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
-    x, target, p, margin, weight, reduction = given
+    options = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
+    x, target, p, margin, weight, reduction = options
     lead = logical_rank(x, bdims[0]) - 1
     x = _fold_into_samples(x, bdims[0], level.batch_size, lead)
     listed = logical_rank(target, bdims[1]) > 0
@@ -193,8 +193,8 @@ def multi_margin_loss_backward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
     """Fold the batch as in the forward pass."""
-    given = [*args, *(None, MEAN)[len(args) - 5 :]]
-    grad, x, target, p, margin, weight, reduction = given
+    options = [*args, *(None, MEAN)[len(args) - 5 :]]
+    grad, x, target, p, margin, weight, reduction = options
     size = level.batch_size
     whole = expand_to_front(x, bdims[1], size)
     x = _fold_into_samples(x, bdims[1], size, whole.dim() - 2)

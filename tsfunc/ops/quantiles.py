@@ -35,8 +35,8 @@ def quantile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
     q = _quantiles(q, q_bdim, x)
     out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
     if keepdim and rank:
-        kept = range(rank) if dim is None else [wrap_dim(dim, rank)]
-        for d in kept:
+        reduced_dims = range(rank) if dim is None else [wrap_dim(dim, rank)]
+        for d in reduced_dims:
             out = out.unsqueeze(d + 1)
     # The dim of the quantiles is last and moves before all logical dims.
     out = out.movedim(-1, 1) if q_rank else out.squeeze(-1)
@@ -56,9 +56,9 @@ def _quantiles(q: Any, bdim: int | None, x: Tensor) -> Tensor:
 def _at(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
     """Return the quantiles of sorted rows, with NaN last: (batch, ..., quantiles)."""
     if ignore_nan:
-        known = x.isnan().logical_not().sum(-1, keepdim=True)
-        position = q * (known - 1).to(x.dtype)
-        position = position.masked_fill(known == 0, x.shape[-1] - 1)
+        count = x.isnan().logical_not().sum(-1, keepdim=True)
+        position = q * (count - 1).to(x.dtype)
+        position = position.masked_fill(count == 0, x.shape[-1] - 1)
     else:
         position = q * (x.shape[-1] - 1)
         position = torch.where(x[..., -1:].isnan(), x.shape[-1] - 1, position)

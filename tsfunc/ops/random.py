@@ -300,8 +300,8 @@ def keep_mask(
         return samplers.in_shape(drawn.to(x.dtype), shape), 0
     like, bdim = draw_shape_like(level, x, bdim)
     if features:
-        kept = 2 if bdim is None else 3
-        like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
+        leading_dims = 2 if bdim is None else 3
+        like = like[(...,) + (slice(0, 1),) * (like.dim() - leading_dims)]
     return torch.ops.aten.bernoulli.p(like.detach(), keep), bdim
 
 

@@ -49,32 +49,32 @@ def reduction(
         x, bdim = args[0], bdims[0]
         if len(args) < position:
             args = [x, *with_defaults(args[1:], *between)]
-        given = args[position] if len(args) > position else default
-        kept = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
+        dims = args[position] if len(args) > position else default
+        keeps_dims = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
         rank = x.dim() - 1
         if rank == 0:
-            return _of_scalar(op, x, given, args, kwargs, position, keep), 0
-        if isinstance(given, int):
-            target: Any = physical_dim(given, rank, bdim)
+            return _of_scalar(op, x, dims, args, kwargs, position, keep), 0
+        if isinstance(dims, int):
+            target: Any = physical_dim(dims, rank, bdim)
             before = 1 if target < bdim else 0
         else:
-            if given:
-                target = [physical_dim(dim, rank, bdim) for dim in given]
+            if dims:
+                target = [physical_dim(dim, rank, bdim) for dim in dims]
             else:
                 target = every_dim(rank, bdim)
             before = sum([dim < bdim for dim in target])
         out = op(x, *args[1:position], target, *args[position + 1 :], **kwargs)
-        return out, bdim if kept else bdim - before
+        return out, bdim if keeps_dims else bdim - before
 
     return shifted(*[Shift.SAME] * position, Shift.DIMS)(rule)
 
 
 def _of_scalar(
-    op: Any, x: Tensor, given: Any, args: Args, kwargs: Kwargs, position: int, keep: int | None
+    op: Any, x: Tensor, dims: Any, args: Args, kwargs: Kwargs, position: int, keep: int | None
 ) -> Any:
     """Reduce a scalar over an added dim of size 1; keepdim has no effect."""
-    single = isinstance(given, int)
-    check_dims_of_scalar([given] if single else given or ())
+    single = isinstance(dims, int)
+    check_dims_of_scalar([dims] if single else dims or ())
     rest = list(args[position + 1 :])
     if keep is not None and len(args) > keep:
         rest[keep - position - 1] = False

@@ -84,10 +84,10 @@ def checked(rule: Rule) -> Rule:
         try:
             named = (_signature(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items())
             key = (op, *map(_signature, args, bdims), *kwargs, *named)
-            known = key in accepted
+            is_accepted = key in accepted
         except TypeError:  # a size is symbolic
-            known = True
-        if not known:
+            is_accepted = True
+        if not is_accepted:
             _check(op, level, bdims, args, kwargs)
             if len(accepted) >= _MOST:
                 accepted.clear()

@@ -38,8 +38,8 @@ def check_equal_rows(op: Any, level: RuleLevel, answers: Tensor) -> None:
 
 def agree_on_results(op: Any, level: RuleLevel, results: Sequence[Any]) -> None:
     """Check that the results of the examples are equal in shapes and Python values."""
-    known: dict[Any, int] = {}
-    kinds = [known.setdefault(_kind(result), len(known)) for result in results]
+    numbers: dict[Any, int] = {}
+    kinds = [numbers.setdefault(_kind(result), len(numbers)) for result in results]
     check_equal_rows(op, level, torch.tensor(kinds, device="cpu"))
 
 

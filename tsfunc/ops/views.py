@@ -43,16 +43,16 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, bdim: int) -> list[Any]:
     """
     out = list(sizes)
     if -1 in out:
-        known: Any = 1
+        product: Any = 1
         for size in out:
             if not (isinstance(size, int) and size == -1):
-                known = known * size
-        if not (isinstance(known, int) and known == 0):
+                product = product * size
+        if not (isinstance(product, int) and product == 0):
             total: Any = 1
             for dim, size in enumerate(x.shape):
                 if dim != bdim:
                     total = total * size
-            out[out.index(-1)] = total // known
+            out[out.index(-1)] = total // product
     return out
 
 

@@ -102,9 +102,9 @@ def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         by_position = _of_positions(spec, parameters, args)
         rest = _name_of_kind(parameters, inspect.Parameter.VAR_KEYWORD)
         of_rest = names.get(rest) if rest is not None else None
-        own = {name for name, p in parameters.items() if p.kind in _BY_KEYWORD}
+        keywords = {name for name, p in parameters.items() if p.kind in _BY_KEYWORD}
         by_keyword = {
-            name: names.get(name) if name in own or name in names else _inside(of_rest, name)
+            name: names.get(name) if name in keywords or name in names else _inside(of_rest, name)
             for name in kwargs
         }
     dims: list[int | None] = []

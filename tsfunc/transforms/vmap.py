@@ -56,10 +56,15 @@ def _in_dynamo(
     randomness: str = "error",
     *,
     chunk_size: int | Literal["auto"] | None = None,
-    **own: Any,
+    **other_arguments: Any,
 ) -> Any:
     """Return torch.func's vmap of a function; NotImplemented if it does not take the arguments."""
-    if own or isinstance(in_dims, dict) or randomness == "split" or chunk_size == "auto":
+    if (
+        other_arguments
+        or isinstance(in_dims, dict)
+        or randomness == "split"
+        or chunk_size == "auto"
+    ):
         return NotImplemented
     return TORCH_FUNC["vmap"](func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
@@ -282,7 +287,7 @@ def _refuse_parts(spec: Spec, why: str) -> None:
 
 def _own_arguments(spec: Spec) -> list[str]:
     """Return the given arguments that torch.func's vmap does not take, as in messages."""
-    own = {
+    extensions = {
         "a dict as in_dims": spec.by_name,
         "axis_size=": spec.sized,
         "chunk_size='auto'": spec.chunk_size == "auto",
@@ -292,7 +297,7 @@ def _own_arguments(spec: Spec) -> list[str]:
         "axis_name=": spec.axis_name is not None,
         "mesh_axis=": bool(spec.mesh_axes),
     }
-    return [name for name, is_given in own.items() if is_given]
+    return [name for name, is_given in extensions.items() if is_given]
 
 
 def _refuse_own_arguments(spec: Spec) -> None:

@@ -336,7 +336,11 @@ def _gaussian_nll_loss(
             var = var.unsqueeze(-1)
         elif (
             input.dim() != var.dim()
-            or sum(own for size, own in zip(input.shape, var.shape, strict=True) if size != own)
+            or sum(
+                variance_size
+                for size, variance_size in zip(input.shape, var.shape, strict=True)
+                if size != variance_size
+            )
             != 1
         ):
             raise ValueError("var is of incorrect size")

@@ -91,20 +91,20 @@ def write_out(op: TorchOperator, level: BatchLevel, args: Args, kwargs: Kwargs) 
             f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "
             f"can't be served. Call it without out=."
         )
-    functional, made = functional_with_names
+    functional, options_of_out = functional_with_names
     note("decomposition", f"{functional} and copy_")
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
     outs = [kwargs[name] for name in op.out_names]
-    if made:  # a factory takes dtype, layout and device from ``out``
-        rest |= {name: getattr(outs[0], name) for name in made}
+    if options_of_out:  # a factory takes dtype, layout and device from ``out``
+        rest |= {name: getattr(outs[0], name) for name in options_of_out}
     form = operator_of(functional)
     results = form.run_at(level, args, rest) if form.random else None
     with level.at_own_level():
         if results is None:
             results = functional(*args, **rest)
         results = [results] if isinstance(results, torch.Tensor) else results
-        given = outs[0] if isinstance(outs[0], list | tuple) else outs
-        for out, result in zip(given, results, strict=True):
+        tensors = outs[0] if isinstance(outs[0], list | tuple) else outs
+        for out, result in zip(tensors, results, strict=True):
             _write_result(op, out, result)
     if not op.overload._schema.returns:
         return None

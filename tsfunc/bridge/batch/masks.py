@@ -92,8 +92,8 @@ def _put(args: Args, kwargs: Kwargs, *, inplace: bool) -> Any:
         return NotImplemented
     x, indices, value, *rest = args
     accumulate = kwargs.get("accumulate", bool(rest and rest[0]))
-    given = [index for index in indices if index is not None]
-    if len(given) != 1 or not is_recorded_mask(given[0], x, value):
+    present = [index for index in indices if index is not None]
+    if len(present) != 1 or not is_recorded_mask(present[0], x, value):
         return NotImplemented
     target = x if inplace else x.clone()
     items = [_ALL if index is None else index for index in indices]

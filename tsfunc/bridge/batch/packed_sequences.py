@@ -125,8 +125,8 @@ def _padded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(batch_sizes, BatchTracer):
         refuse_packed(func)
     count = rows.shape[0]
-    given = torch.arange(count), batch_sizes, batch_first, count, total_length
-    positions, lengths = _PAD.call(given, {}, True)
+    arguments = torch.arange(count), batch_sizes, batch_first, count, total_length
+    positions, lengths = _PAD.call(arguments, {}, True)
     filling = rows.new_full((1, *rows.shape[1:]), value)
     padded = torch.cat((rows, filling)).index_select(0, positions.flatten().to(rows.device))
     return padded.unflatten(0, positions.shape), lengths

@@ -36,10 +36,12 @@ from tsfunc.ops.registry import Args, Kwargs
 _Cell = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], "tuple[Tensor, ...]"]
 
 
-def _lstm(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _lstm(
+    projected: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     h, c = states
     hidden, *bias = weights[:-1] if _projects(h, c) else weights
-    i, f, g, o = (given + linear(h, hidden, *bias)).chunk(4, 1)
+    i, f, g, o = (projected + linear(h, hidden, *bias)).chunk(4, 1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (linear(h, weights[-1]) if _projects(*states) else h), c
@@ -50,9 +52,11 @@ def _projects(h: Tensor, c: Tensor) -> bool:
     return h.shape[-1] != c.shape[-1]
 
 
-def _gru(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _gru(
+    projected: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     (h,) = states
-    ours = given.chunk(3, 1)
+    ours = projected.chunk(3, 1)
     before = linear(h, *weights).chunk(3, 1)
     r, z = ((ours[k] + before[k]).sigmoid() for k in range(2))
     new = (ours[2] + r * before[2]).tanh()
@@ -61,9 +65,9 @@ def _gru(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> 
 
 def _elman(activate: Callable[[Tensor], Tensor]) -> _Cell:
     def cell(
-        given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+        projected: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        return (activate(given + linear(states[0], *weights)),)
+        return (activate(projected + linear(states[0], *weights)),)
 
     return cell
 
@@ -106,8 +110,8 @@ def _one_layer(
     """Return the results of one layer in one direction, after the states of the last step."""
     of_input = weights[0], *(weights[2:3] if has_biases else ())
     others = weights[1], *(weights[3:] if has_biases else weights[2:])
-    given = linear(x, *of_input)
-    rows = [given] if packing is None else [packing.padded(given), packing.active]
+    projected = linear(x, *of_input)
+    rows = [projected] if packing is None else [packing.padded(projected), packing.active]
     if reverse:
         rows = [row.flip(0) for row in rows]
 

@@ -139,18 +139,18 @@ class SplitLevel(BatchLevel):
         groups = groups_of(answers)
         if len(groups) == 1:
             return None
-        kept = max(groups, key=len)
-        self.put_off += [self.subset[group] for group in groups if group is not kept]
+        largest = max(groups, key=len)
+        self.put_off += [self.subset[group] for group in groups if group is not largest]
         self._past.append(self.subset)
         self._picked.clear()
-        self.subset = self.subset[kept]
+        self.subset = self.subset[largest]
         self.generation += 1
-        self.batch_size = len(kept)
+        self.batch_size = len(largest)
         if self._keeps_splitting():
             self.put_off += self.subset[1:].split(1)
             self.subset = self.subset[:1]
             raise RestartRun(self)
-        return kept
+        return largest
 
     def _keeps_splitting(self) -> bool:
         """True if examples kept leaving in small groups until a quarter was gone.
@@ -299,8 +299,8 @@ class _NarrowedStorages:
 
     def arguments_at(self, memory: StorageWeakRef, level: SplitLevel) -> set[int]:
         """Return the arguments of a level's call that a memory belongs to, or was copied from."""
-        known = self._arguments.get(memory.cdata)
-        return set() if known is None else {position for at, position in known[1] if at is level}
+        entry = self._arguments.get(memory.cdata)
+        return set() if entry is None else {position for at, position in entry[1] if at is level}
 
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:

@@ -121,20 +121,20 @@ def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
     entries = index if isinstance(index, tuple) else (index,)
     if not any(map(_mask_shape, entries)) or (entries[0] is index and len(_mask_shape(index)) > 1):
         return None
-    kept: list[Any] = []
+    items: list[Any] = []
     dim = 0
     for item in _items(entries, x.dim()):
         shape, count = _mask_shape(item), _consumed_dims(item)
         if not shape:
-            kept.append(item)
+            items.append(item)
         elif tuple(x.shape[dim : dim + count]) == shape:
             places = itertools.product(*map(range, shape))
             chosen = [place for place in places if functools.reduce(operator.getitem, place, item)]
-            kept += map(list, zip(*chosen, strict=True)) if chosen else [[]] * count
+            items += map(list, zip(*chosen, strict=True)) if chosen else [[]] * count
         else:
             return None
         dim += count
-    return tuple(kept)
+    return tuple(items)
 
 
 def _items(index: Any, rank: int) -> list[Any]:
@@ -208,11 +208,11 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
             return NotImplemented
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         return view[tuple(left)] if left else view
-    known = tuple([_as_known_int(item) for item in entries])
-    if not any(_is_traced(item) for item in known):
-        same = all(a is b for a, b in zip(entries, known, strict=True))
-        return NotImplemented if same else x[known]
-    items = _items(known, x.dim())
+    integers = tuple([_as_known_int(item) for item in entries])
+    if not any(_is_traced(item) for item in integers):
+        same = all(a is b for a, b in zip(entries, integers, strict=True))
+        return NotImplemented if same else x[integers]
+    items = _items(integers, x.dim())
     for position in reversed(range(len(items))):
         if _is_traced(items[position]):
             x = _gathered(x, items, position)
@@ -291,9 +291,9 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         view[tuple(left) or Ellipsis] = value
         return None
-    known = tuple([_as_known_int(item) for item in entries])
-    if not any(_is_traced(item) for item in known):
-        x[known] = value  # a view, as in a read: the value may be the same view
+    integers = tuple([_as_known_int(item) for item in entries])
+    if not any(_is_traced(item) for item in integers):
+        x[integers] = value  # a view, as in a read: the value may be the same view
         return None
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
@@ -347,9 +347,11 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     """Write ``value`` to the elements that ints, slices and traced items select."""
     # A view with the dims of the traced items kept whole.
     view = x[tuple(_ALL if _is_traced(item) else item for item in items)]
-    kept = [item for item in items if item is None or isinstance(item, slice) or _is_traced(item)]
-    dims = [dim for dim, item in enumerate(kept) if _is_traced(item)]
-    positions = [_item_positions(kept[dim], view.shape[dim]) for dim in dims]
+    items_of_dims = [
+        item for item in items if item is None or isinstance(item, slice) or _is_traced(item)
+    ]
+    dims = [dim for dim, item in enumerate(items_of_dims) if _is_traced(item)]
+    positions = [_item_positions(items_of_dims[dim], view.shape[dim]) for dim in dims]
     shape: list[int] = []  # the shape of the written part, and the dims of slices in it
     spans: list[int] = []
     for dim, size in enumerate(view.shape):

@@ -93,7 +93,7 @@ def _outside_of_the_table(name: str) -> Line | None:
         signature = reader().signature(name)
         if signature is None:
             return None
-        evidence = {known: line.evidence for known, line in read_table().items()}
+        evidence = {name: line.evidence for name, line in read_table().items()}
         fake = reader().fake(name)
         if fake:
             evidence[name] = Trial(signature, "meta").evidence()

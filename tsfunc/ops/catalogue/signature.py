@@ -212,11 +212,11 @@ def matching(
         return [(a.name, a.type) for a in signature.inputs if a.name not in _OPTIONS]
 
     def likeness(form: OperatorSignature) -> tuple[bool, bool, int, bool]:
-        given = inputs(form)
+        offered = inputs(form)
         return (
-            given == wanted,
-            [kind for _, kind in given] == [kind for _, kind in wanted],
-            len(set(given) & set(wanted)),
+            offered == wanted,
+            [kind for _, kind in offered] == [kind for _, kind in wanted],
+            len(set(offered) & set(wanted)),
             form.name.rpartition(".")[2] == variant.name.rpartition(".")[2],
         )
 

@@ -126,10 +126,10 @@ class Trial:
 
         Float matrices get a diagonal of ones, to be invertible.
         """
-        made = torch.zeros(list(shape), dtype=dtype, device=self.device)
+        tensor = torch.zeros(list(shape), dtype=dtype, device=self.device)
         if len(shape) > 1 and (dtype.is_floating_point or dtype.is_complex):
-            made.diagonal(0, -2, -1).fill_(1)
-        return made
+            tensor.diagonal(0, -2, -1).fill_(1)
+        return tensor
 
     def call(self, ranks: dict[str, int], setting: TrialParameters) -> Any:
         """Return the results of a call, or None if it raises."""

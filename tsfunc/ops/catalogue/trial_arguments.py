@@ -52,10 +52,10 @@ def trial_settings(signature: OperatorSignature) -> Iterator[TrialParameters]:
     dtypes = [torch.float32, torch.int64, torch.bool, torch.complex64, torch.float64]
     labels = [True, False] if any(a.name in _INDICES for a in signature.tensors) else [False]
     optional = [False, True] if any(a.type == "Tensor?" for a in signature.tensors) else [False]
-    for given, size, dtype, label, length in itertools.product(
+    for with_optional, size, dtype, label, length in itertools.product(
         optional, (2, 3, 1), dtypes, labels, lengths
     ):
-        yield TrialParameters(size, length, dtype, label, given)
+        yield TrialParameters(size, length, dtype, label, with_optional)
 
 
 def tensor_arguments(signature: OperatorSignature, setting: TrialParameters) -> list[Argument]:

@@ -373,11 +373,11 @@ class CacheMiss:
         hoist = self.target.hoist
         if hoist is not False:
             named = () if hoist is True else hoist
-            kept = {i for i, path in self.argument_paths.items() if path[0] in named}
-            kept.update(range(len(self.flat), len(values)))
+            fixed_positions = {i for i, path in self.argument_paths.items() if path[0] in named}
+            fixed_positions.update(range(len(self.flat), len(values)))
             from tsfunc.program.graphs.hoisting import Hoisted
 
-            run: Any = Hoisted(program, kept, len(values), self._compiled)
+            run: Any = Hoisted(program, fixed_positions, len(values), self._compiled)
         else:
             compared = self._compares or self._has_unknown_numbers(assumptions)
             run = self._compiled(program, values, not compared, assumptions, numbers)

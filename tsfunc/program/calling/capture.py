@@ -244,11 +244,11 @@ class _Trace:
         instances.builder.arguments = request.flat
         numbers = {spec.name: spec.value for spec in request.numbers}
         sizes = sizes_of_call(request.inputs)
-        known = {
+        hints = {
             name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
         }
         undescribed = [spec.name for spec in request.numbers if spec.undescribed]
-        self.symbols = Symbols(request.named_dims, known, numbers, undescribed)
+        self.symbols = Symbols(request.named_dims, hints, numbers, undescribed)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
         # True while a failure of the trace must undo the function's assignments.
@@ -309,10 +309,10 @@ class _Trace:
         instances.compares_identity |= held.compares_identity or held.records_autograd
         self._own = {**held.closure_tensors, **instances.builder.closure_tensors}
         self._alias_tensors = instances.compares_identity
-        given = (
+        aliased = (
             alias_tensors(request.inputs, tracers, self._own) if self._alias_tensors else tracers
         )
-        for spec, value in zip(request.inputs, given, strict=True):
+        for spec, value in zip(request.inputs, aliased, strict=True):
             traced[spec.position] = value
         return traced
 
@@ -383,19 +383,26 @@ class _Trace:
         instances, inputs = self.instances, self.request.inputs
         if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return []
-        own = {**self._own, **instances.builder.closure_tensors}
-        given = self._own if self._alias_tensors else {}
+        function_tensors = {**self._own, **instances.builder.closure_tensors}
+        aliased = self._own if self._alias_tensors else {}
         aliasing = Aliasing.of(inputs)
         twice = len(aliasing.groups) < len(inputs) and not self._alias_tensors
-        if twice or any(id(x.sample) in own and id(x.sample) not in given for x in inputs):
-            raise Retrace(self.assumptions.moved(compares_identity=True, closure_tensors=own))
+        if twice or any(
+            id(x.sample) in function_tensors and id(x.sample) not in aliased for x in inputs
+        ):
+            raise Retrace(
+                self.assumptions.moved(compares_identity=True, closure_tensors=function_tensors)
+            )
         guards = instances.builder.closure_guards
         for spec in inputs:
-            source, tensor = Source.of_argument(spec.position), own.get(id(spec.sample))
+            source, tensor = (
+                Source.of_argument(spec.position),
+                function_tensors.get(id(spec.sample)),
+            )
             if tensor is not None:
                 guards.add(SameObject(source, tensor))
-            elif own:
-                guards.add(NotOneOf(source, tuple(own.values())))
+            elif function_tensors:
+                guards.add(NotOneOf(source, tuple(function_tensors.values())))
         return [aliasing] if len(inputs) > 1 else []
 
     def fake_value(self, leaf: Any) -> Any:
@@ -592,7 +599,7 @@ def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Turn a closed-over tensor that was read into the last input of the graph."""
     after = next(each for each in graph.nodes if each.op != "placeholder")
     with graph.inserting_before(after):
-        made = graph.placeholder(node.name)
-    made.meta = node.meta
-    node.replace_all_uses_with(made)
+        placeholder = graph.placeholder(node.name)
+    placeholder.meta = node.meta
+    node.replace_all_uses_with(placeholder)
     graph.erase_node(node)

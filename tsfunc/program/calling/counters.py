@@ -43,17 +43,17 @@ def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node)
     """
     graph = level.graph
     sources = dict(_counters(level))
-    known = _computable(graph, sources)
-    if node.graph is not graph or node not in known:
+    computable = _computable(graph, sources)
+    if node.graph is not graph or node not in computable:
         return None
-    nodes = _leading_to(node, known)
-    roots = [each for each in nodes if each in sources]
+    nodes = _leading_to(node, computable)
+    roots = [other for other in nodes if other in sources]
     compute = NodeFunction(node, nodes, roots)
-    counters = [sources[each] for each in roots]
+    counters = [sources[root] for root in roots]
     value = compute(*counters)
-    given = [builder.source_of(x) or Source.of_object(x, "a tensor") for x in counters]
+    counter_sources = [builder.source_of(x) or Source.of_object(x, "a tensor") for x in counters]
     name = "the number computed from closed-over tensors"
-    builder.guards_of(True).add(ResultIs(compute, tuple(given), value, name))
+    builder.guards_of(True).add(ResultIs(compute, tuple(counter_sources), value, name))
     return value
 
 
@@ -101,19 +101,21 @@ def _computable(
     """
     others: set[torch.fx.Node] = set()
     while True:
-        known: set[torch.fx.Node] = {other for other in sources if other not in others}
+        computable: set[torch.fx.Node] = {other for other in sources if other not in others}
         written: set[torch.fx.Node] = set()
         for node in graph.nodes:
             if node.op != "call_function" or checks(node):
                 continue
             opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
             inputs = node.all_input_nodes
-            if opaque or not all(other in known for other in inputs) or not _is_small(node):
-                written |= {base_node(other) for other in written_arguments(node) if other in known}
+            if opaque or not all(other in computable for other in inputs) or not _is_small(node):
+                written |= {
+                    base_node(other) for other in written_arguments(node) if other in computable
+                }
             elif base_node(node) not in others:
-                known.add(node)
+                computable.add(node)
         if written <= others:
-            return known
+            return computable
         others |= written
 
 
@@ -122,9 +124,9 @@ def _is_small(node: torch.fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or statically_known_true(value.numel() == 1)
 
 
-def _leading_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> list[torch.fx.Node]:
+def _leading_to(node: torch.fx.Node, computable: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """Return the nodes that a node depends on, in order, with the writes before it."""
-    order = [other for other in node.graph.nodes if other in known]
+    order = [other for other in node.graph.nodes if other in computable]
     order = order[: order.index(node) + 1]
     needed = {node}
     memories: set[torch.fx.Node] = set()

@@ -27,11 +27,11 @@ def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
     inputs, _ = tensor_inputs(call.flat, call.argument_paths, call.contract, call.bindings)
     facts = call.facts(inputs)
     call_specs = [entry.call_spec for entry in entries]
-    known = [_facts(call_spec, call, facts) for call_spec in call_specs]
+    facts_of_programs = [_facts(call_spec, call, facts) for call_spec in call_specs]
     sizes = sizes_of_call(inputs)
     broken = [
         fact
-        for call_spec, others in zip(call_specs, known, strict=True)
+        for call_spec, others in zip(call_specs, facts_of_programs, strict=True)
         if not differing(facts, others)
         for guard in call_spec.failing_guards(call.flat, sizes)
         for fact in guard.texts(call.name_of)
@@ -39,7 +39,9 @@ def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
     if broken:
         unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
     else:
-        unlike = f"it differs from the nearest that has one in {reason_for(facts, known)}"
+        unlike = (
+            f"it differs from the nearest that has one in {reason_for(facts, facts_of_programs)}"
+        )
     kinds = list(dict.fromkeys(entry.reason for entry in entries))
     listed = "".join(f"  {kind}\n" for kind in kinds[:_MOST_LISTED])
     if len(kinds) > _MOST_LISTED:
@@ -54,7 +56,7 @@ def _facts(call_spec: CallSpec, call: CacheMiss, facts: Mapping[str, Any]) -> Ma
     for spec in call_spec.numbers if call_spec.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
-    own = facts_of_call(
+    facts_of_program = facts_of_call(
         guards_on_arguments(leaves, call_spec.inputs),
         names_in_call(call_spec, call.target.signature),
         call_spec.settings,
@@ -63,6 +65,6 @@ def _facts(call_spec: CallSpec, call: CacheMiss, facts: Mapping[str, Any]) -> Ma
         call.target.bound(args, kwargs),
     )
     if not any(spec.any_grad for spec in call_spec.inputs):
-        return own
+        return facts_of_program
     return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
-            for name, value in own.items()}  # fmt: skip
+            for name, value in facts_of_program.items()}  # fmt: skip

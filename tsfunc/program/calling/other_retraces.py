@@ -114,9 +114,9 @@ def _seen_in_closure(
 
 
 def _add_value(seen: dict[str, list[Any]], name: str, value: Any) -> None:
-    known = seen.setdefault(name, [])
-    if not any(same_value(value, each) for each in known):
-        known.append(value)
+    values = seen.setdefault(name, [])
+    if not any(same_value(value, seen_value) for seen_value in values):
+        values.append(value)
 
 
 # --- remedies

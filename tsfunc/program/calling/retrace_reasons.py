@@ -18,14 +18,14 @@ UNSEEN = "something has changed that the function reads besides its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
 
-def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
+def reason_for(facts: Facts, known_calls: Iterable[Facts]) -> str:
     """Return the differences of a call from the nearest of the calls that have a program.
 
     Args:
-        known: the facts of each program's call, the last used first.
+        known_calls: the facts of each program's call, the last used first.
     """
     nearest: list[str] | None = None
-    for others in known:
+    for others in known_calls:
         names = primary_differences(facts, others)
         if nearest is None or len(names) < len(nearest):
             nearest = [
@@ -52,7 +52,7 @@ def primary_differences(facts: Facts, others: Facts) -> list[str]:
     for name in names:
         if name.startswith(STRUCTURE_PREFIX):
             inside = re.compile(rf"(type\()?{re.escape(name.removeprefix(STRUCTURE_PREFIX))}[\[.)]")
-            names = [each for each in names if each == name or not inside.match(each)]
+            names = [other for other in names if other == name or not inside.match(other)]
         elif name.endswith(".dim()"):
             at = name.removesuffix("dim()")
             names = [x for x in names if not x.startswith((f"{at}shape[", f"{at}stride("))]

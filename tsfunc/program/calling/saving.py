@@ -76,12 +76,12 @@ def _subsets_of(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]
 
 
 def _traced(
-    target: Target, entry: CachedProgram, flat: list[Any], grad: bool, known: list[CachedProgram]
+    target: Target, entry: CachedProgram, flat: list[Any], grad: bool, entries: list[CachedProgram]
 ) -> list[CachedProgram]:
     """Return the new entries for a call."""
     tree = entry.call_spec.tree
-    cache = Cache(len(known) + 2, auto_widen=False)
-    cache.entries = tuple(known)
+    cache = Cache(len(entries) + 2, auto_widen=False)
+    cache.entries = tuple(entries)
     args, kwargs = arguments = optree.tree_unflatten(tree, flat)
     with torch.set_grad_enabled(grad):
         if settings()[1:] != entry.call_spec.settings[1:]:  # all settings except the grad mode
@@ -92,9 +92,9 @@ def _traced(
         except Exception:  # the function, or its descriptors, do not accept such calls
             return []
     return [
-        made if made.program.looks_at_grad else _for_any_grad(made)
-        for made in cache.entries
-        if made not in known
+        new_entry if new_entry.program.looks_at_grad else _for_any_grad(new_entry)
+        for new_entry in cache.entries
+        if new_entry not in entries
     ]
 
 
@@ -144,8 +144,8 @@ def function_to_save(
         raise RuntimeError(
             f"save({target.name}): there is no program yet; one is made by the first call."
         )
-    known = cache.programs
-    if any(program not in known for program in programs):
+    cached = cache.programs
+    if any(program not in cached for program in programs):
         raise ValueError(
             f"save({target.name}): expected programs in .programs of the function, got another."
         )

@@ -220,12 +220,12 @@ def descriptors_text(
         _leaf(value, _at(described, argument_paths[i]), vary.get(i)) for i, value in enumerate(flat)
     ]
     args, kwargs = optree.tree_unflatten(tree, leaves)
-    given = signature.bind(*args, **kwargs).arguments
+    arguments = signature.bind(*args, **kwargs).arguments
     concerned = {argument_paths[i][0] for i in vary}
     descriptors = dict(described)
-    for name in given:
+    for name in arguments:
         if name in concerned:
-            descriptors[name] = as_descriptor(given[name], name)
+            descriptors[name] = as_descriptor(arguments[name], name)
     texts = [f"{name!r}: {descriptor.as_python()}" for name, descriptor in descriptors.items()]
     return f"{{{', '.join(texts)}}}"
 
@@ -240,21 +240,21 @@ def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor 
     return descriptor
 
 
-def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) -> Any:
+def _leaf(value: Any, descriptor: Descriptor | None, vary: Mapping[int, str] | None) -> Any:
     """Return the descriptor of an argument.
 
     Args:
-        given: its descriptor so far.
+        descriptor: its descriptor so far.
         vary: the dims of a tensor that vary, by number; None: nothing varies.
     """
     if isinstance(value, torch.Tensor):
-        meta = given.meta if isinstance(given, TSTensor) else MetaTensorType()
+        meta = descriptor.meta if isinstance(descriptor, TSTensor) else MetaTensorType()
         shape = _dims(meta, value.dim())
         for k, name in (vary or {}).items():
             shape[k] = name
-        return dataclasses.replace(meta, shape=tuple(shape)) if vary else given or meta
-    if vary is None and given is not None:
-        return given
+        return dataclasses.replace(meta, shape=tuple(shape)) if vary else descriptor or meta
+    if vary is None and descriptor is not None:
+        return descriptor
     if type(value) in (int, float, bool, str) or is_watched(value):
         return type(value)
     return value
@@ -495,9 +495,9 @@ class Variation:
         return text
 
 
-def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
+def _is_bounded(entry: CachedProgram, named_dims: Mapping[str, Dim]) -> bool:
     """True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
-        name not in known and dim != Dim(name, min=2)
+        name not in named_dims and dim != Dim(name, min=2)
         for name, dim in entry.call_spec.named_dims.items()
     )

@@ -77,17 +77,17 @@ class CallSpec:
         """The orders of the keys among the arguments: NOTE [the order of keys]."""
         return key_orders(self.tree, self.keyword_order)
 
-    def guards(self, given: Sequence[ArgumentGuard] | None = None) -> tuple[Guard, ...]:
+    def guards(self, on_arguments: Sequence[ArgumentGuard] | None = None) -> tuple[Guard, ...]:
         """Return the guards on the arguments of such calls.
 
         Args:
-            given: the guards on single arguments of a call, with the classes of its tensors; None
-                makes them from this description, which has no classes.
+            on_arguments: the guards on single arguments of a call, with the classes of its
+                tensors; None makes them from this description, which has no classes.
         """
-        if given is None:
-            given = guards_on_arguments(self.leaves, self.inputs, self.numbers)
+        if on_arguments is None:
+            on_arguments = guards_on_arguments(self.leaves, self.inputs, self.numbers)
         dims = map(DimIs, self.named_dims.values())
-        return (*given, *dims, SizesAre(self.inputs), *self.trace_guards)
+        return (*on_arguments, *dims, SizesAre(self.inputs), *self.trace_guards)
 
     def guard_lines(self, guards: Sequence[Guard] | None = None) -> GuardLines:
         """Return the lines of the guards on the arguments; None takes those of this description."""
@@ -139,8 +139,8 @@ def sample_call(
     fake = Symbols({}).fake
     for spec in call_spec.inputs:
         shape = spec.shape(named)
-        own = spec.sample.requires_grad
-        wanted = own if requires_grad is None else spec.position in requires_grad
+        sample_requires_grad = spec.sample.requires_grad
+        wanted = sample_requires_grad if requires_grad is None else spec.position in requires_grad
         order = memory_order(spec.sample.shape, spec.sample.stride())
         strides = dense_strides(shape, order)
         flat[spec.position] = new_fake_input(
@@ -286,14 +286,14 @@ def guard_lines(guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: i
 
 
 def alias_tensors(
-    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
+    inputs: Sequence[InputSpec], tracers: Sequence[Any], closure_tensors: Mapping[int, torch.Tensor]
 ) -> list[Any]:
     """Return the values that the function gets for its tensors: one object for each tensor.
 
     Args:
-        own: tensors that the function has from elsewhere, by id.
+        closure_tensors: tensors that the function has from elsewhere, by id.
     """
-    first: dict[int, Any] = dict(own)
+    first: dict[int, Any] = dict(closure_tensors)
     return [
         first.setdefault(id(spec.sample), tracer)
         for spec, tracer in zip(inputs, tracers, strict=True)

@@ -440,9 +440,11 @@ def _static(value: Any, code: GuardCode) -> str:
     if has_contents(value) and not isinstance(value, complex | frozenset):
         inside = viewed_state(value)
         expression, now = inside or ("{}", copy.copy(value))
-        own = f"{name(same_value)}({name(now)}, {expression.format('a')})"
+        same_contents = f"{name(same_value)}({name(now)}, {expression.format('a')})"
         alone = hasattr(type(value), "__setitem__") or inside is not None
-        return f"if {f'a is not {name(value)} or ' if alone else ''}not {own}: return None"
+        return (
+            f"if {f'a is not {name(value)} or ' if alone else ''}not {same_contents}: return None"
+        )
     if has_value(type(value)):
         return f"if {differs('a', value, code)}: return None"
     return f"if a is not {name(value)}: return None"

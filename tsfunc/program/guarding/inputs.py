@@ -275,7 +275,7 @@ def solving_order(
         The input's position, the dim, the expression, and the name to solve it for; None if all
         names of the expression have a size.
     """
-    known = set(bound)
+    sized = set(bound)
     pending = [
         (spec.position, k, dim)
         for spec in inputs
@@ -285,11 +285,11 @@ def solving_order(
     while pending:
         later = []
         for position, k, dim in pending:
-            unknown = [name for name in dim.names if name not in known]
+            unknown = [name for name in dim.names if name not in sized]
             if len(unknown) > 1 or (unknown and solved_for(dim.text, unknown[0]) is None):
                 later.append((position, k, dim))
                 continue
-            known.update(unknown)
+            sized.update(unknown)
             yield position, k, dim, unknown[0] if unknown else None
         assert len(later) < len(pending), "the descriptors have been checked to give every name"
         pending = later

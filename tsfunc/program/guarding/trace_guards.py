@@ -143,12 +143,12 @@ class Property(TraceGuard):
         text = fact.line()
         if reader_of(text) is None:
             fact.fail("not a property of tensors that a guard can have")
-        given = answer.value
-        if isinstance(given, list):
-            given = tuple(each.integer(0) for each in answer.items())
-        elif given is not None and not isinstance(given, bool | int):
+        value = answer.value
+        if isinstance(value, list):
+            value = tuple(each.integer(0) for each in answer.items())
+        elif value is not None and not isinstance(value, bool | int):
             answer.expected("true, false, a number or numbers")
-        return cls(PropertyGuard(_position(argument, described.tensors), text, given))
+        return cls(PropertyGuard(_position(argument, described.tensors), text, value))
 
 
 @dataclass(frozen=True, eq=False)
