@@ -46,15 +46,15 @@ def parameter_names(func: Callable[..., Any], count: int) -> list[str]:
     """Return the parameter names of the first positional arguments of a function."""
     kinds = inspect.Parameter
     try:
-        known = list(inspect.signature(func).parameters.values())
+        parameters = list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
-        known = []
+        parameters = []
     names = []
     for i in range(count):
-        by_position = i < len(known) and known[i].kind not in (
+        by_position = i < len(parameters) and parameters[i].kind not in (
             kinds.VAR_POSITIONAL, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD,
         )  # fmt: skip
-        names.append(known[i].name if by_position else f"input {i}")
+        names.append(parameters[i].name if by_position else f"input {i}")
     return names
 
 

@@ -183,13 +183,13 @@ def run(
     drawn = len(states)
     first = True
 
-    def flat(*given: torch.Tensor) -> Any:
+    def flat(*values: torch.Tensor) -> Any:
         nonlocal first
-        args, kwargs = pytrees.unflatten(tree, with_replaced(rest, positions, given[drawn:]))
+        args, kwargs = pytrees.unflatten(tree, with_replaced(rest, positions, values[drawn:]))
         if first or not drawn:
             first = False
             return func(*args, **kwargs)
-        with drawing_from(given[:drawn], devices):
+        with drawing_from(values[:drawn], devices):
             return func(*args, **kwargs)
 
     options: dict[str, Any] = {"preserve_rng_state": False}

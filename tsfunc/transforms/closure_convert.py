@@ -54,17 +54,17 @@ def closure_convert(
 
     @boundary("the function of closure_convert", func, traceable=True)
     def converted(*args: Any) -> Any:
-        own = args[: len(args) - len(closed)]
-        given = args[len(own) :]
-        tensors = all(isinstance(x, torch.Tensor) for x in given)
-        if len(args) < len(closed) or not tensors or pytrees.structure_of(own) != tree:
+        inputs = args[: len(args) - len(closed)]
+        consts = args[len(inputs) :]
+        tensors = all(isinstance(x, torch.Tensor) for x in consts)
+        if len(args) < len(closed) or not tensors or pytrees.structure_of(inputs) != tree:
             raise TypeError(
                 f"closure_convert: the function made of {name}: expected arguments of the "
                 f"structure {pytrees.structure_text(tree)}, as its examples, followed by the "
                 f"{len(closed)} tensors that {name} closes over, got "
                 f"{pytrees.structure_text(pytrees.structure_of(args))}."
             )
-        with substitute_tensors(originals, given):
-            return func(*own)
+        with substitute_tensors(originals, consts):
+            return func(*inputs)
 
     return converted, closed

@@ -58,12 +58,12 @@ def converted(
     numbers: dict[str, tuple[Any, torch.fx.Node]] = {}
 
     def number(value: Any) -> torch.fx.Node:
-        known = numbers.get(str(value))
-        if known is None:
+        entry = numbers.get(str(value))
+        if entry is None:
             with level.graph.inserting_before(next(iter(level.graph.nodes))):
                 node = level.graph.placeholder(f"n{len(numbers)}")
-            known = numbers[str(value)] = value, node
-        return known[1]
+            entry = numbers[str(value)] = value, node
+        return entry[1]
 
     with outside_all_transforms():
         level = TraceLevel(label, symbols)
@@ -78,9 +78,9 @@ def converted(
         level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     tensors = [(_as_used(x, tracer.node), tracer.node) for x, tracer in level.lifted.values()]
     closed = [*tensors, *numbers.values()]
-    given = [*(x.node for x in inputs), *(node for _, node in closed)]
-    graph = _of_inputs(level.graph, given)
-    _, function = generate(label, graph, range(len(given)), {})
+    input_nodes = [*(x.node for x in inputs), *(node for _, node in closed)]
+    graph = _of_inputs(level.graph, input_nodes)
+    _, function = generate(label, graph, range(len(input_nodes)), {})
     return ClosureConverted(
         lambda *x: function(x), tuple(value for value, _ in closed), tree, graph
     )
@@ -98,9 +98,9 @@ def _as_used(tensor: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
 
 def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:
     """Return a copy of a graph in which the given nodes are the inputs."""
-    made = torch.fx.Graph()
-    positions = {node: made.placeholder(node.name) for node in inputs}
+    copy = torch.fx.Graph()
+    positions = {node: copy.placeholder(node.name) for node in inputs}
     for node in graph.nodes:
         if node not in positions:
-            positions[node] = made.node_copy(node, positions.__getitem__)
-    return made
+            positions[node] = copy.node_copy(node, positions.__getitem__)
+    return copy

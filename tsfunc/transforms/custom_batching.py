@@ -188,12 +188,12 @@ class _BatchCall:
     def values(self, tensors: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         values, flags = [], []
         for x, recorded in zip(tensors, self.recorded, strict=True):
-            own = isinstance(x, BatchTracer) and x.dispatch_level is self.level
-            if own and (x.bdim is not None or (recorded and requires_grad(x, self.level))):
+            of_level = isinstance(x, BatchTracer) and x.dispatch_level is self.level
+            if of_level and (x.bdim is not None or (recorded and requires_grad(x, self.level))):
                 values.append(value_batch_first(x, self.level))
                 flags.append(True)
             else:
-                values.append(x.value if own else x)
+                values.append(x.value if of_level else x)
                 flags.append(False)
         return values, flags
 
@@ -235,18 +235,20 @@ class _RecordedBatchCall(Function):
         of = [j for j, ct in enumerate(cotangents) if ct is not None and is_differentiable(ct)]
 
         def pullback_of_batch(values: Sequence[Any], flags: Sequence[bool]) -> Any:
-            inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
-            given = values[len(tensors) :]
+            inputs, is_batched = _batched_at(
+                values[: len(tensors)], flags, wrt, plan.level.batch_size
+            )
+            cotangents_of_batch = values[len(tensors) :]
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, batched = plan.whole(with_replaced(inputs, wrt, chosen), own)
+                outs, batched = plan.whole(with_replaced(inputs, wrt, chosen), is_batched)
                 results = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
                 return tuple(_expanded(*results[j], plan.level.batch_size) for j in of)
 
             _, pullback = vjp(run, *(inputs[i] for i in wrt))
             size = plan.level.batch_size
-            pairs = zip(given, flags[len(tensors) :], strict=True)
+            pairs = zip(cotangents_of_batch, flags[len(tensors) :], strict=True)
             cts_in = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
             return cts_in, [True] * len(wrt)
 
@@ -264,21 +266,23 @@ class _RecordedBatchCall(Function):
         wrt = [i for i, t in enumerate(tangents) if t is not None]
 
         def pushforward_of_batch(values: Sequence[Any], flags: Sequence[bool]) -> Any:
-            inputs, own = _batched_at(values[: len(tensors)], flags, wrt, plan.level.batch_size)
-            given = values[len(tensors) :]
+            inputs, is_batched = _batched_at(
+                values[: len(tensors)], flags, wrt, plan.level.batch_size
+            )
+            tangents_of_batch = values[len(tensors) :]
             batched: list[bool] = []
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, tangents_out = plan.whole(with_replaced(inputs, wrt, chosen), own)
+                outs, tangents_out = plan.whole(with_replaced(inputs, wrt, chosen), is_batched)
                 pairs = zip(outs, tangents_out, strict=True)
-                kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
-                batched[:] = [b for _, b in kept]
-                return tuple(x for x, _ in kept)
+                tensor_pairs = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
+                batched[:] = [b for _, b in tensor_pairs]
+                return tuple(x for x, _ in tensor_pairs)
 
             primals = tuple(inputs[i] for i in wrt)
             directions = tuple(
                 _expanded(t, flag, plan.level.batch_size)
-                for t, flag in zip(given, flags[len(tensors) :], strict=True)
+                for t, flag in zip(tangents_of_batch, flags[len(tensors) :], strict=True)
             )
             return jvp(run, primals, directions)[1], batched
 

@@ -126,16 +126,16 @@ class custom_jvp(Rule[Result]):
         assert self.rule is not None
         fixed, primals = call.arguments(sizes, operands)
         symbolic = self.symbolic_zeros
-        given = [
+        filled = [
             zero_from_primal(x, symbolic) if t is None else t
             for t, x in zip(tangents, operands, strict=False)
         ]
-        directions = call.arguments_with(given, zero_from_primal)
+        directions = call.arguments_with(filled, zero_from_primal)
         if symbolic:
             zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
             positions = call.positions[: call.count]
             leaves, tree = pytrees.flatten(zeros)
-            for position, t in zip(positions, given, strict=True):
+            for position, t in zip(positions, filled, strict=True):
                 leaves[position] = t
             directions = pytrees.unflatten(tree, leaves)
         returned = self.rule(*fixed, primals, directions)
@@ -222,11 +222,11 @@ class _Jvp(RuleFunction):
         since = next_sequence_number()
 
         def pushforward(*tangents: Any) -> tuple[Any, ...]:
-            given: list[Any] = [None] * call.count
+            tangents_in: list[Any] = [None] * call.count
             for i, tangent in zip(by, tangents, strict=True):
-                given[i] = tangent
+                tangents_in[i] = tangent
             with _transposing(tangents, since):
-                tangents_out = call.rule.pushforward(call, sizes, operands, given)
+                tangents_out = call.rule.pushforward(call, sizes, operands, tangents_in)
             return tuple(
                 call.results[i].zero() if tangents_out[i] is None else tangents_out[i] for i in of
             )

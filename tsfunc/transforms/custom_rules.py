@@ -153,9 +153,9 @@ class RuleCall:
             if not any(self.hidden):
                 returned = func(*self.arguments(sizes, operands))
                 return pytrees.tree_map(as_seen_by_current_level, returned), False
-            own = [x.detach() for x in operands[: self.count]]
+            tensors = [x.detach() for x in operands[: self.count]]
             with outside_graph(True), overriding(_searches, active=True):
-                returned = func(*self.arguments(sizes, (*own, *operands[self.count :])))
+                returned = func(*self.arguments(sizes, (*tensors, *operands[self.count :])))
                 leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, returned))
                 depends = any(map(is_perturbed, leaves))
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -353,14 +353,14 @@ class Rule(Generic[Result]):
             self.signature = None
         numbers = self._several("nondiff_argnums", nondiff_argnums, int)
         names = self._several("nondiff_argnames", nondiff_argnames, str)
-        known = [] if self.signature is None else [*self.signature.parameters]
+        parameters = [] if self.signature is None else [*self.signature.parameters]
         for name in names:
-            if name not in known:
+            if name not in parameters:
                 raise ValueError(
                     f"{self.label}: nondiff_argnames: expected names of parameters of {self.name} "
-                    f"({', '.join(known) or 'not known'}), got {name!r}."
+                    f"({', '.join(parameters) or 'not known'}), got {name!r}."
                 )
-        positions = {*numbers, *(known.index(name) for name in names)}
+        positions = {*numbers, *(parameters.index(name) for name in names)}
         self.nondiff_argnums = tuple(sorted(positions))
 
     def _several(self, name: str, value: Any, cls: type[_T]) -> list[_T]:
@@ -423,16 +423,18 @@ class Rule(Generic[Result]):
         """Return all arguments, merged from the two groups."""
         count = len(fixed) + len(rest)
         positions = {n % count for n in self.nondiff_argnums} if count else set()
-        remaining, kept = iter(rest), iter(fixed)
-        return tuple(next(kept if i in positions else remaining) for i in range(count))
+        remaining, nondiff = iter(rest), iter(fixed)
+        return tuple(next(nondiff if i in positions else remaining) for i in range(count))
 
     def parameter(self, number: int) -> str:
         """Return the name of a differentiated argument."""
         names = [] if self.signature is None else [*self.signature.parameters]
         count = max(len(names), number + len(self.nondiff_argnums) + 1)
         positions = {n % count for n in self.nondiff_argnums}
-        own = [names[i] if i < len(names) else str(i) for i in range(count) if i not in positions]
-        return own[number]
+        differentiated = [
+            names[i] if i < len(names) else str(i) for i in range(count) if i not in positions
+        ]
+        return differentiated[number]
 
     def missing(self, method: str) -> UndefinedRuleError:
         return UndefinedRuleError(
@@ -476,8 +478,8 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def structure_error(label: str, expected: Any, got: Any) -> CustomRuleError:
-    wanted, given = (pytrees.structure_text(pytrees.structure_of(x)) for x in (expected, got))
-    return CustomRuleError(f"{label}: expected the structure {wanted}, got {given}.")
+    wanted, returned = (pytrees.structure_text(pytrees.structure_of(x)) for x in (expected, got))
+    return CustomRuleError(f"{label}: expected the structure {wanted}, got {returned}.")
 
 
 def check_like(label: str, value: Any, like: Any, *, none: str = "") -> Any:

@@ -150,12 +150,12 @@ class _Vjp(RuleFunction):
 
         def forward(fixed: Any, rest: Any) -> Any:
             out, residuals = rule.forward(call, fixed, rest)
-            kept.append(pytrees.tree_map(_detached, residuals))
+            residual_trees.append(pytrees.tree_map(_detached, residuals))
             return out
 
-        kept: list[Any] = []
+        residual_trees: list[Any] = []
         out, ctx.depends = call.call_detached(forward, sizes, operands)
-        (residuals,) = kept
+        (residuals,) = residual_trees
         leaves, tree = pytrees.flatten(residuals)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.call, ctx.sizes, ctx.tree, ctx.at = call, sizes, tree, at
@@ -202,8 +202,8 @@ def _pushforward(
     zeros = [x.zero() for x in call.results]
 
     def pullback(*cotangents: Any) -> tuple[Any, ...]:
-        given = with_replaced(zeros, of, cotangents)
-        cts_in = cotangents_by_rule(call, fixed, rest, residuals, given, operands)
+        filled = with_replaced(zeros, of, cotangents)
+        cts_in = cotangents_by_rule(call, fixed, rest, residuals, filled, operands)
         return tuple(torch.zeros_like(operands[i]) if cts_in[i] is None else cts_in[i]
                      for i in by)  # fmt: skip
 
@@ -222,11 +222,11 @@ def cotangents_by_rule(
     """Return a cotangent for each differentiated tensor, from the rule's tuple of pytrees."""
     rule: Any = call.rule
     symbolic = rule.symbolic_zeros
-    given = [
+    filled = [
         x.zero(symbolic) if ct is None else ct
         for ct, x in zip(cotangents, call.results, strict=True)
     ]
-    ct = call.result(given, lambda x: zero_from_primal(x, symbolic))
+    ct = call.result(filled, lambda x: zero_from_primal(x, symbolic))
     cts_in = rule.backward(fixed, residuals, ct, rest)
     flat: list[Any] = []
     for number, (arg, cotangent) in enumerate(zip(rest, cts_in, strict=True)):
@@ -309,11 +309,11 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
             return (cts_in,)
         return cts_in
 
-    made = custom_vjp(like(func)(value))
-    name = made.name
+    function = custom_vjp(like(func)(value))
+    name = function.name
     try:
-        made.signature = inspect.signature(func)
+        function.signature = inspect.signature(func)
     except (TypeError, ValueError):  # a builtin
-        made.signature = None
-    made.defvjp(fwd, bwd)
-    return made
+        function.signature = None
+    function.defvjp(fwd, bwd)
+    return function

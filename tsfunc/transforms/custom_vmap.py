@@ -104,10 +104,10 @@ class custom_vmap(Rule[Result]):
         leaves, tree = pytrees.flatten(args)
         try:
             key = tree, tuple(_key(leaf) for leaf in leaves)
-            known = key in self._structures
+            is_known = key in self._structures
         except TypeError:  # an argument without a hash
             return
-        if not known:
+        if not is_known:
             if len(self._structures) >= _MOST_KNOWN:
                 self._structures.clear()
             self._structures[key] = self._structure(leaves, tree)
@@ -123,14 +123,14 @@ class custom_vmap(Rule[Result]):
 
     def _structure(self, leaves: Sequence[Any], tree: Any) -> Any:
         """Return the structure of the function's result for such arguments; None if unknown."""
-        given = [
+        samples = [
             MetaTensorType(list(x.shape), dtype=x.dtype, device=x.device)
             if isinstance(x, torch.Tensor)
             else x
             for x in leaves
         ]
         try:
-            return pytrees.structure_of(eval_shape(self.func, *pytrees.unflatten(tree, given)))
+            return pytrees.structure_of(eval_shape(self.func, *pytrees.unflatten(tree, samples)))
         except Exception:  # an error of the user's function, which needs more than types
             return None
 
@@ -188,9 +188,9 @@ def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
     Corresponds to ``jax.custom_batching.sequential_vmap``.
     """
     check_function("sequential_vmap", func)
-    made = custom_vmap(func)
+    function = custom_vmap(func)
 
-    @made.def_vmap
+    @function.def_vmap
     def rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, bool]:
         leaves, tree = pytrees.flatten(args)
         flags = pytrees.leaves_of(tuple(in_batched))
@@ -201,4 +201,4 @@ def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
 
         return map_examples(one, [leaves[i] for i in positions]), True
 
-    return made
+    return function

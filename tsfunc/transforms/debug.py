@@ -117,8 +117,8 @@ def _call_with(
     def call(values: Sequence[torch.Tensor], batch_dims: int) -> None:
         batch = values[0].shape[:batch_dims] if per_example and values else ()
         for index in itertools.product(*map(range, batch)):
-            given, named = rebuilt([value[index] for value in values])
-            func(*given, **named)
+            positional, named = rebuilt([value[index] for value in values])
+            func(*positional, **named)
 
     Effect(call)(tensors)
 
@@ -237,8 +237,8 @@ def check(holds: Any, message: str, /, *args: Any, **kwargs: Any) -> None:
         failed = ~condition.reshape(*condition.shape[:batch_dims], -1).all(-1)
         if failed.any():
             positions = [tuple(row) for row in failed.nonzero().tolist()]
-            given, named = rebuilt([x[positions[0]] for x in rest[len(indices) :]])
-            text = message.format(*given, **named)
+            positional, named = rebuilt([x[positions[0]] for x in rest[len(indices) :]])
+            text = message.format(*positional, **named)
             if not batch_dims:
                 raise FailedCheckError(text)
             examples: list[tuple[int, ...]] = []
@@ -265,10 +265,10 @@ def _check_format(name: str, format: str, args: tuple[Any, ...], kwargs: dict[st
         if not first:
             first, automatic = str(automatic), automatic + 1
         used.add(first)
-    given = {str(i) for i in range(len(args))} | kwargs.keys()
-    if used != given:
+    arguments = {str(i) for i in range(len(args))} | kwargs.keys()
+    if used != arguments:
         raise ValueError(
             f"{name}({format!r}, ...): expected one argument for each field, got the fields "
-            f"{sorted(used)} and the arguments {sorted(given)}. Double the braces of text: "
+            f"{sorted(used)} and the arguments {sorted(arguments)}. Double the braces of text: "
             f"'{{{{' and '}}}}'."
         )

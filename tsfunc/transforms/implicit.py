@@ -84,8 +84,8 @@ def linear_solve(
         return unknown.leaves("matvec", matvec(unknown.tree(values)))
 
     def transposed(values: Any) -> Any:
-        given = unknown.leaves("the argument of the transposed matvec", values)
-        return unknown.tree(transpose(lambda *x: tuple(product(*x)), given))
+        leaves = unknown.leaves("the argument of the transposed matvec", values)
+        return unknown.tree(transpose(lambda *x: tuple(product(*x)), leaves))
 
     operator = matvec if symmetric else transposed
     other = transpose_solve or unknown.dense_solver

@@ -121,8 +121,8 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
 
     @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:
-        given = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
-        cts_in = recorded.pullback([_conjugate(ct) for ct in given], retain=True, outlives=True)
+        matched = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
+        cts_in = recorded.pullback([_conjugate(ct) for ct in matched], retain=True, outlives=True)
         return pytrees.unflatten(spec, [_conjugate(ct) for ct in cts_in])
 
     return transposed
@@ -154,8 +154,8 @@ def _check_linear(label: str, recorded: RecordedRun) -> None:
     """Raise if the derivative depends on the arguments, or the value at zero is not zero."""
     level = recorded.level
     for i, out in enumerate(recorded.outputs):
-        known = not isinstance(out, Tracer)
-        if known and bool(out.detach().count_nonzero()):
+        is_plain = not isinstance(out, Tracer)
+        if is_plain and bool(out.detach().count_nonzero()):
             raise ValueError(
                 f"{label}: the function is not linear: it does not map zeros to zeros (flattened "
                 f"output {i}). Remove the constant part of the function."

@@ -103,9 +103,9 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
     @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
-        given = _match(tangents, flat, spec)
+        matched = _match(tangents, flat, spec)
         tangents_out = list(zeros)
-        for i, tangent in zip(differentiable, pushforward(given), strict=True):
+        for i, tangent in zip(differentiable, pushforward(matched), strict=True):
             tangents_out[i] = tangent
         return pytrees.unflatten(out_spec, tangents_out)
 

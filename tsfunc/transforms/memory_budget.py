@@ -27,8 +27,8 @@ def free_bytes(device: torch.device) -> int:
     free, _ = torch.accelerator.get_memory_info(device)
     # Memory that torch's allocator reserves without use is free for tensors too.
     allocator = torch.accelerator
-    kept = allocator.memory_reserved(device) - allocator.memory_allocated(device)
-    return int(free) + kept
+    reserved = allocator.memory_reserved(device) - allocator.memory_allocated(device)
+    return int(free) + reserved
 
 
 def _free_on_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

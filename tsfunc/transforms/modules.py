@@ -80,18 +80,18 @@ def _described(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
 
 
-def _check_state(given: object) -> None:
+def _check_state(state: object) -> None:
     """Raise torch's error, with advice, if the state of a call is not a dict or several dicts."""
     advice = (
         "The module's own are dict(module.named_parameters()), and the arguments of the module "
         "come after them: functional_call(module, params, (x,))."
     )
-    if not isinstance(given, Mapping | Sequence):
+    if not isinstance(state, Mapping | Sequence):
         raise ValueError(
             f"functional_call: Expected parameter_and_buffer_dicts to be a dict, or a list/tuple "
-            f"of dicts, but got {type(given)}. {advice}"
+            f"of dicts, but got {type(state)}. {advice}"
         )
-    if not isinstance(given, Mapping) and not all(isinstance(each, Mapping) for each in given):
+    if not isinstance(state, Mapping) and not all(isinstance(each, Mapping) for each in state):
         raise ValueError(
             f"functional_call: Expected all elements of parameter_and_buffer_dicts to be "
             f"dictionaries. {advice}"

@@ -146,14 +146,14 @@ class FunctionalOptimizer:
             return {**state, "momentum_buffer": torch.zeros_like(leaf).detach()}
         return state
 
-    def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
+    def _like(self, tree: Any, other: Any, name: str) -> list[Any]:
         try:
-            leaves: list[Any] = tree.flatten_up_to(given)
+            leaves: list[Any] = tree.flatten_up_to(other)
         except ValueError:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
                 f"of params: expected {pytrees.structure_text(tree)}, got "
-                f"{pytrees.structure_text(pytrees.structure_of(given))}."
+                f"{pytrees.structure_text(pytrees.structure_of(other))}."
             ) from None
         return leaves
 
@@ -236,13 +236,13 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         name = type(cls).__name__
-        made = (
+        optimizer = (
             f"an object of class {name}. Pass the class and its options: "
             f"functional_optimizer({name}, lr=0.1)"
         )
         raise TypeError(
             f"functional_optimizer: expected a class of optimizers, such as torch.optim.Adam, got "
-            f"{made if isinstance(cls, torch.optim.Optimizer) else repr(cls)}."
+            f"{optimizer if isinstance(cls, torch.optim.Optimizer) else repr(cls)}."
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

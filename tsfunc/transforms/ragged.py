@@ -70,7 +70,7 @@ def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
 
 
 def match_sources(
-    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
+    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], inputs: Any
 ) -> tuple[list[Any], Any]:
     """Return the inputs of a call with nested tensors as sources, and the number of examples."""
     sources: list[Any] = list(flat)
@@ -89,7 +89,7 @@ def match_sources(
                 f"dimension, got nested tensors of {size} and of {len(nested.examples)} examples"
             )
     if any(bdim is not None for bdim in rest):
-        bdims, other = mapped_dims(spec, flat, rest, given)
+        bdims, other = mapped_dims(spec, flat, rest, inputs)
         if other != size:
             raise ValueError(
                 f"{spec.call()}: Expected all tensors to have the same size in the mapped "

@@ -177,12 +177,12 @@ class RecordedRun:
         return pytrees.tree_map(self._released_part, aux)
 
     def _released_part(self, value: Any) -> Any:
-        kept = (
+        released = (
             self.outer_grad
             and isinstance(value, torch.Tensor)
             and autograd.reaches_other_leaves((value,), self.inputs, self.level)
         )
-        return value if kept else self.released(value)
+        return value if released else self.released(value)
 
 
 def _in_inner_trace(level: TracerLevel | None) -> bool:

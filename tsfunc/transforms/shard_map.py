@@ -130,10 +130,10 @@ def shard_map(
                 )
             axes = bound_axes(mesh.sizes, axis_names)
             return run_nested(func, mesh, axes, in_specs, out_specs, randomness, args)
-        known = mesh_of(mesh)
-        axes = bound_axes(known.sizes, axis_names)
+        registered = mesh_of(mesh)
+        axes = bound_axes(registered.sizes, axis_names)
         _refuse_hidden(axes)
-        with bound(known, axes, check, randomness == "error", has_boundary=True) as levels:
+        with bound(registered, axes, check, randomness == "error", has_boundary=True) as levels:
             shards = _shards(args, plans[0], levels, inputs, mesh)
             with _entered(func, list(levels.values())):
                 if randomness == "error":
@@ -184,30 +184,30 @@ def mesh_axes(
             "mesh_axes: expected a mesh of processes, got a VirtualMesh, whose ranks are in one "
             "process. Use shard_map(f, mesh, in_specs, out_specs)."
         )
-    known = mesh_of(mesh)
-    axes = tuple(known.sizes)
+    registered = mesh_of(mesh)
+    axes = tuple(registered.sizes)
     _refuse_hidden(axes)
     _check_option("check", check, ("programs", "calls", "values", None))
-    with bound(known, axes, check):
+    with bound(registered, axes, check):
         yield
 
 
 def mesh_of(mesh: Any) -> Mesh:
     """Return the mesh of a ``DeviceMesh`` or of a dict of process groups."""
     if isinstance(mesh, DeviceMesh):
-        kept = _of_device_meshes.get(id(mesh))
-        if kept is not None and kept[0]() is mesh and is_registered(kept[1]):
-            return kept[1]
+        entry = _of_device_meshes.get(id(mesh))
+        if entry is not None and entry[0]() is mesh and is_registered(entry[1]):
+            return entry[1]
         names = mesh.mesh_dim_names
         if names is None:
             raise MeshError(
                 f"shard_map: expected a mesh whose axes have names, got {mesh}. Give it "
                 f"mesh_dim_names=."
             )
-        known = registered_mesh({name: mesh.get_group(name) for name in names})
+        registered = registered_mesh({name: mesh.get_group(name) for name in names})
         key = id(mesh)
-        _of_device_meshes[key] = weakref.ref(mesh, lambda _: _of_device_meshes.pop(key)), known
-        return known
+        _of_device_meshes[key] = weakref.ref(mesh, lambda _: _of_device_meshes.pop(key)), registered
+        return registered
     if isinstance(mesh, Mapping):
         return registered_mesh(mesh)
     raise MeshError(
@@ -275,7 +275,7 @@ def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None
     Along other axes, ranks may wait in a collective that this rank does not join, and read a
     report. Along the axis of a failed agreement, they raise the same error.
     """
-    known = error.axis_name if isinstance(error, RanksDisagree) else None
+    axis_name = error.axis_name if isinstance(error, RanksDisagree) else None
     informed = [
         level.axis_name
         for level in levels
@@ -284,7 +284,7 @@ def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None
     ]
     report(mesh, error, informed)
     for axis in informed:
-        if axis != known:
+        if axis != axis_name:
             with suppress(RuntimeError):  # the group can't be reached any more
                 exchanged_texts(mesh, axis, error_text(error))
 
@@ -348,11 +348,11 @@ class _ExchangePlans:
         Raises:
             MeshError: the specs do not fit the value or the mesh.
         """
-        known = self._known.get(tree)
-        if known is None:
+        plan = self._known.get(tree)
+        if plan is None:
             sizes = {name: level.batch_size for name, level in levels.items()}
             specs = match_specs(self.name, self.specs, value, sizes)
-            known = [
+            plan = [
                 _LeafExchanges(
                     spec,
                     tuple((dim, name) for dim, names in spec.dims() for name in names),
@@ -365,8 +365,8 @@ class _ExchangePlans:
                 for spec in specs
             ]
             if len(self._known) < _MOST_PLANS:
-                self._known[tree] = known
-        return known
+                self._known[tree] = plan
+        return plan
 
 
 _MOST_PLANS = 64  # the most argument structures that one function keeps

@@ -70,8 +70,8 @@ class Blocks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mask of a block's entries, and their positions in the block."""
         rows, columns = pairs[0] - row, pairs[1] - column
-        own = (rows >= 0) & (rows < out.numel()) & (columns >= 0) & (columns < x.numel())
-        return own, torch.stack([rows[own], columns[own]])
+        inside = (rows >= 0) & (rows < out.numel()) & (columns >= 0) & (columns < x.numel())
+        return inside, torch.stack([rows[inside], columns[inside]])
 
 
 def blocks_of(
@@ -95,8 +95,8 @@ def blocks_of(
     def function(vector: torch.Tensor) -> torch.Tensor:
         parts = zip(vector.split(sizes), tensors, strict=True)
         values = [part.view(x.shape) for part, x in parts]
-        given = replace_selected(args, positions, pytrees.unflatten(spec, values))
-        out, _ = split_aux(api, func(*given, **kwargs), has_aux)
+        replaced = replace_selected(args, positions, pytrees.unflatten(spec, values))
+        out, _ = split_aux(api, func(*replaced, **kwargs), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_complex(api, "outputs", leaves)
         blocks.outputs = [ResultShape(x.shape, x.dtype) for x in leaves], out_spec

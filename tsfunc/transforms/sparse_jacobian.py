@@ -98,8 +98,8 @@ def sparse_jacobian(
         pairs, values = entries(blocks)
 
         def block(row: int, column: int, out: ResultShape, x: torch.Tensor) -> torch.Tensor:
-            own, positions = blocks.block_entries(pairs, row, column, out, x)
-            entries = values[own.to(values.device)].to(out.dtype)
+            inside, positions = blocks.block_entries(pairs, row, column, out, x)
+            entries = values[inside.to(values.device)].to(out.dtype)
             return _laid_out(positions, entries, out.shape, x.shape, layout)
 
         jacobian = blocks.map_blocks(block)
@@ -156,8 +156,8 @@ def jacobian_sparsity(
         pairs = pattern_of(blocks)
 
         def block(row: int, column: int, out: ResultShape, x: torch.Tensor) -> torch.Tensor:
-            own, positions = blocks.block_entries(pairs, row, column, out, x)
-            return _coo(positions, own[own], out.shape, x.shape)
+            inside, positions = blocks.block_entries(pairs, row, column, out, x)
+            return _coo(positions, inside[inside], out.shape, x.shape)
 
         return blocks.map_blocks(block)
 

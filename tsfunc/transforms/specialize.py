@@ -165,10 +165,10 @@ def specialize(
                 "specialize: expected descriptors once, got them twice. Write specialize(func, "
                 "descriptors)."
             )
-        given: Any = func if func is not None else descriptors
+        argument: Any = func if func is not None else descriptors
         return lambda f: specialize(
             f,
-            given,
+            argument,
             max_specializations=max_specializations,
             closure=closure,
             auto_widen=auto_widen,

@@ -114,8 +114,10 @@ class Specialized(Generic[_Params, _Result]):
 
             compiler = resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
-        kept = _checked_names(hoist, self.name, signature)
-        self.target = Target(func, self.name, signature, contracts, closure, compiler, named, kept)
+        hoisted = _checked_names(hoist, self.name, signature)
+        self.target = Target(
+            func, self.name, signature, contracts, closure, compiler, named, hoisted
+        )
         self.cache = Cache(max_specializations, auto_widen)
         self._backend = backend
 
@@ -456,13 +458,13 @@ class Specialized(Generic[_Params, _Result]):
 
     def _with(self, func: Callable[_Params, _Result]) -> Specialized[_Params, _Result]:
         """Return a copy for a function or a copy of it; a new function has no programs yet."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.func, made.target = func, dataclasses.replace(self.target, func=func)
-        made.cache = Cache(self.cache.limit, self.cache.auto_widen)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.func, copy.target = func, dataclasses.replace(self.target, func=func)
+        copy.cache = Cache(self.cache.limit, self.cache.auto_widen)
         if func is self.func:
-            made.cache.entries = self.cache.entries
-        return made
+            copy.cache.entries = self.cache.entries
+        return copy
 
     @overload
     def __get__(self, instance: None, owner: Any) -> Specialized[_Params, _Result]: ...

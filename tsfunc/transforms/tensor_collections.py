@@ -243,16 +243,16 @@ def _unflatten(change: _Change, leaves: Sequence[Any]) -> Any:
 optree.register_pytree_node(_CollectionNode, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
 
 
-def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] | None:
+def collections_of(spec: Spec, inputs: Any) -> tuple[Any, Sequence[int | None]] | None:
     """Return the inputs with collections as nodes, and a dim for each leaf; None without any.
 
     Args:
-        given: the positional arguments; with ``in_dims`` by name, these and the keyword arguments.
+        inputs: the positional arguments; with ``in_dims`` by name, these and the keyword arguments.
 
     Raises:
         ValueError: a collection does not have the dim that ``in_dims`` names.
     """
-    if (opened := _opaque_leaves(given)) is None:
+    if (opened := _opaque_leaves(inputs)) is None:
         return None
     leaves, tree = opened
     opaque = pytrees.unflatten(tree, leaves)

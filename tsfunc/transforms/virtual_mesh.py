@@ -62,7 +62,7 @@ def run_nested(
     sizes = {name: mesh.sizes[name] for name in axes}
     specs = match_specs("shard_map: in_specs", in_specs, args, sizes)
     flat, tree = pytrees.flatten(args)
-    given = [
+    nested_dims = [
         _split_dims(x, spec, sizes) if isinstance(x, torch.Tensor) else x
         for x, spec in zip(flat, specs, strict=True)
     ]
@@ -100,7 +100,7 @@ def run_nested(
         parts = {key: iter(leaves_out) for key, leaves_out in run(list(leaves)).items()}
         return [next(parts["spread" if name in spec.names else "same"]) for spec in leaf_specs]
 
-    results = mapped(0, given)
+    results = mapped(0, nested_dims)
     whole = [
         _assemble(x, spec, sizes) if isinstance(x, torch.Tensor) else x
         for x, spec in zip(results, leaf_specs, strict=True)

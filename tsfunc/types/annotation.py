@@ -152,11 +152,11 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
     if typing.get_origin(annotation) is not None:
         return _from_generic(annotation, reading)
     try:
-        known = _CLASSES.get(annotation)
+        type_ = _CLASSES.get(annotation)
     except TypeError:  # not hashable
-        known = None
-    if known is not None:
-        return known
+        type_ = None
+    if type_ is not None:
+        return type_
     if isinstance(annotation, type):
         return _from_class(annotation, reading)
     if isinstance(annotation, typing.NewType):
@@ -426,9 +426,8 @@ def attribute_types(cls: type) -> Mapping[str, TSType]:
     An attribute is checked at its use, so an annotation that is not a type of the language does not
     prevent the use of other attributes.
     """
-    known = _known.get(cls)
-    if known is not None:
-        return known
+    if cls in _known:
+        return _known[cls]
     types_: dict[str, TSType] = {}
     clear, scope = True, class_scope(cls)
     for home in reversed(cls.__mro__):

@@ -149,8 +149,12 @@ class TSType(TSAllType):
 
         In the language neither a bool nor the member of an enum is an int.
         """
-        own = self.value_class
-        return own is not None and issubclass(own, cls) and (cls not in SINGLE or own is cls)
+        value_class = self.value_class
+        return (
+            value_class is not None
+            and issubclass(value_class, cls)
+            and (cls not in SINGLE or value_class is cls)
+        )
 
     def element_types(self, kind: type) -> Sequence[TSType] | None:
         """Return the types of the elements of a list or tuple; None for other types."""

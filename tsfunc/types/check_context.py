@@ -147,8 +147,10 @@ class CheckContext(abc.ABC):
         """Check a dict with given keys: report each missing and each extra key."""
         if not isinstance(value, dict):
             return self.fail(path, "", "a dict", describe(value))
-        own = {key: key for key in value}
-        common = {key for key in children if key in own and same_value(key, own[key])}
+        keys_by_value = {key: key for key in value}
+        common = {
+            key for key in children if key in keys_by_value and same_value(key, keys_by_value[key])
+        }
         for key, child in children.items():
             if key in common:
                 child.check(value[key], (*path, key), self)
@@ -164,10 +166,10 @@ class CheckContext(abc.ABC):
         """Check a named tuple of a class, or a container registered with optree."""
         if type(value) is not kind:
             return self.fail(path, "", f"a {kind.__name__}", describe(value))
-        own, children = container_children(value)
-        if not same_keys(own, entries) or own != tuple(entries):
-            return self.fail(path, "", f"children {list(entries)}", str(list(own)))
-        for entry, child, type_ in zip(own, children, types, strict=True):
+        got_entries, children = container_children(value)
+        if not same_keys(got_entries, entries) or got_entries != tuple(entries):
+            return self.fail(path, "", f"children {list(entries)}", str(list(got_entries)))
+        for entry, child, type_ in zip(got_entries, children, types, strict=True):
             type_.check(child, (*path, entry), self)
 
     def fields(self, value: Any, cls: type, fields: Mapping[str, Checked], path: Path) -> None:
@@ -276,10 +278,10 @@ class CheckContext(abc.ABC):
 
     def _named_size(self, dim: Dim, size: int, part: str, path: Path) -> None:
         """Bind a named dim at its first path; check it at the others."""
-        known = self.sizes.get(dim.name)
-        if known is not None and known != size:
-            return self.fail(path, part, f"{known} ({self._bound_at(dim.name)})", str(size))
-        if known is None:
+        bound = self.sizes.get(dim.name)
+        if bound is not None and bound != size:
+            return self.fail(path, part, f"{bound} ({self._bound_at(dim.name)})", str(size))
+        if bound is None:
             self.sizes[dim.name] = size
             self._binding_paths[dim.name] = (path, part)
             dim = self._dims.get(dim.name, dim)
@@ -321,9 +323,9 @@ class CheckContext(abc.ABC):
 
     def _is_settled(self, path: Path, part: str, expression: DimExpr, size: int) -> bool:
         """Check a computed size, or bind its only unknown name; False if neither is possible."""
-        known = [self._bound_at(name) for name in expression.names if name in self.sizes]
-        because = ", ".join(known)
-        if len(known) < len(expression.names):
+        places = [self._bound_at(name) for name in expression.names if name in self.sizes]
+        because = ", ".join(places)
+        if len(places) < len(expression.names):
             solved = expression.solve(size, self.sizes)
             if solved is None:
                 return False

@@ -135,18 +135,18 @@ def missing_methods(cls: type, interface: type) -> list[tuple[str, tuple[str, st
     """
     differences = []
     for name, wanted in interface_methods(interface).items():
-        own = inspect.getattr_static(cls, name, None)
+        member = inspect.getattr_static(cls, name, None)
         expected = f"a method {name}{inspect.signature(wanted)}"
-        if not callable(own) or own is wanted:
+        if not callable(member) or member is wanted:
             differences.append((name, (expected, f"none in {cls.__name__}")))
-        elif not _accepts(cls, own, interface, wanted):
-            got = f"{name}{inspect.signature(own)} of {cls.__name__}"
+        elif not _accepts(cls, member, interface, wanted):
+            got = f"{name}{inspect.signature(member)} of {cls.__name__}"
             differences.append((name, (expected, got)))
     return differences
 
 
-def _accepts(cls: type, own: Any, interface: type, wanted: Any) -> bool:
-    ours, theirs = inspect.signature(own), inspect.signature(wanted)
+def _accepts(cls: type, member: Any, interface: type, wanted: Any) -> bool:
+    ours, theirs = inspect.signature(member), inspect.signature(wanted)
     arguments = list(theirs.parameters.values())[1:]
     positional = [p for p in arguments if p.kind is not p.KEYWORD_ONLY]
     named = {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}

@@ -144,10 +144,10 @@ def interface(cls: _C) -> _C:
 
 def is_interface(cls: type) -> bool:
     """True if the class itself, not only a base class, is an interface."""
-    own = vars(cls)
+    namespace = vars(cls)
     # torch.jit.interface marks a class by the second name.
-    marked = _MARK in own or "__torch_script_interface__" in own
-    return marked or bool(own.get("_is_protocol", False))
+    marked = _MARK in namespace or "__torch_script_interface__" in namespace
+    return marked or bool(namespace.get("_is_protocol", False))
 
 
 def interface_methods(cls: type) -> dict[str, types.FunctionType]:
@@ -176,10 +176,10 @@ def _faults(cls: type) -> Iterator[str]:
         plain = base in (object, torch.nn.Module, typing.Protocol, typing.Generic)
         if not plain and base.__name__ != "ABC" and not is_interface(base):
             yield f"it is derived from {base.__name__}, which is not an interface"
-    own = vars(cls)
+    namespace = vars(cls)
     for name in inspect.get_annotations(cls):
         yield f"it has the attribute {name}"
-    for name, value in own.items():
+    for name, value in namespace.items():
         if _is_machinery(name, value):
             continue
         if name == "__init__":

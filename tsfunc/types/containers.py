@@ -391,8 +391,8 @@ class TSPytree(_Container):
         return tuple(entry_text(self.kind, entry) for entry in self.entries)
 
     def child_at(self, path: Path) -> TSType | None:
-        known = bool(path) and path[0] in self.entries
-        return self.children[self.entries.index(path[0])] if known else None
+        is_entry = bool(path) and path[0] in self.entries
+        return self.children[self.entries.index(path[0])] if is_entry else None
 
     @property
     def value_class(self) -> type:
@@ -485,8 +485,8 @@ class TSFields(_Container):
         return tuple(f".{name}" for name in self.names)
 
     def child_at(self, path: Path) -> TSType | None:
-        known = bool(path) and str(path[0]) in self.names
-        return self.children[self.names.index(str(path[0]))] if known else None
+        is_name = bool(path) and str(path[0]) in self.names
+        return self.children[self.names.index(str(path[0]))] if is_name else None
 
     @property
     def value_class(self) -> type:

@@ -73,9 +73,11 @@ class Bindings:
         The result is None if the rank is not described: all dims are open. If it has fewer entries
         than the tensor has dims, they describe the last dims.
         """
-        known = None if self._alternatives is None else self._alternatives(path)
-        if known is not None and len(known) < 2:  # no need to know which one the call has chosen
-            meta = next(iter(known), None)
+        alternatives = None if self._alternatives is None else self._alternatives(path)
+        if (
+            alternatives is not None and len(alternatives) < 2
+        ):  # no need to know which one the call has chosen
+            meta = next(iter(alternatives), None)
         else:
             meta = self.leaves.get(path)
         if meta is None or meta.shape is None:
@@ -351,9 +353,9 @@ def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, 
                 continue
             ranges = {name: (dims[name].min or 0, dims[name].max) for name in form.names}
             if form.sum.most(ranges) < 0:
-                known = ", ".join(repr(dims[name]) for name in form.names)
+                names = ", ".join(repr(dims[name]) for name in form.names)
                 raise DescriptorError(
-                    f"{where}{part} is {form.text!r}, which is negative for every size of {known}"
+                    f"{where}{part} is {form.text!r}, which is negative for every size of {names}"
                 )
 
 

@@ -200,9 +200,10 @@ class Descriptors(Mapping[str, Descriptor]):
             if isinstance(dim, Dim)
         }
         if name not in names:
-            known = ", ".join([*self, *sorted(names)]) or "none"
+            choices = ", ".join([*self, *sorted(names)]) or "none"
             raise DescriptorError(
-                f"split({name}=...): there is no parameter and no size {name!r}; there are: {known}"
+                f"split({name}=...): there is no parameter and no size {name!r}; there are: "
+                f"{choices}"
             )
         form = narrower_size(name, size)
         return Descriptors(

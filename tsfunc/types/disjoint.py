@@ -140,20 +140,20 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
             group[roots[1]] = roots[0]
             if roots[1] in allowed and not narrowed(roots[0], allowed.pop(roots[1])):
                 return True
-    known = {
+    sizes_by_key = {
         key: dim.max
         for key in [*group, *allowed]
         if (dim := allowed.get(root(key))) is not None and (dim.min or 0) == dim.max
     }
-    return any(_differ(pair, known) for pair in pairs)
+    return any(_differ(pair, sizes_by_key) for pair in pairs)
 
 
-def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
+def _differ(pair: tuple[DimForm, DimForm], sizes_by_key: Mapping[_SizeKey, int | None]) -> bool:
     """True if both sizes are known and differ."""
     values: list[int | None] = []
     for side, form in enumerate(pair):
         if isinstance(form, DimExpr):
-            sizes = {name: known.get((side, name)) for name in form.names}
+            sizes = {name: sizes_by_key.get((side, name)) for name in form.names}
             if any(size is None for size in sizes.values()):
                 return False
             try:
@@ -161,7 +161,7 @@ def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None])
             except ZeroDivisionError:
                 return True
         elif isinstance(form, Dim):
-            values.append(known.get((side, form.name)))
+            values.append(sizes_by_key.get((side, form.name)))
         else:
             values.append(form)
     return None not in values and values[0] != values[1]

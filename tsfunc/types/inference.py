@@ -194,7 +194,9 @@ def instance_attributes(instance: Any) -> dict[str, Any]:
                 attributes.setdefault(name, getattr(instance, name))
     if not isinstance(instance, torch.nn.Module):
         return attributes
-    own = {k: v for k, v in attributes.items() if k == "training" or k not in _OWN_TO_MODULES}
+    own_attributes = {
+        k: v for k, v in attributes.items() if k == "training" or k not in _OWN_TO_MODULES
+    }
     for kind in _STATE:
-        own.update(attributes.get(kind, {}))
-    return own
+        own_attributes.update(attributes.get(kind, {}))
+    return own_attributes

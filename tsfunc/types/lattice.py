@@ -232,10 +232,12 @@ class _Join:
             case TSPytree(kind, entries, ones), TSPytree(other_kind, other_entries, others) if (
                 kind is other_kind and _same_entries(kind, entries, other_entries)
             ):
-                own = dict(zip(entries, ones, strict=True))
+                types_by_entry = dict(zip(entries, ones, strict=True))
                 by_entry = dict(zip(other_entries, others, strict=True))
                 both = ordered_intersection(entries, other_entries)
-                return TSPytree(kind, both, tuple(self.of(own[x], by_entry[x]) for x in both))
+                return TSPytree(
+                    kind, both, tuple(self.of(types_by_entry[x], by_entry[x]) for x in both)
+                )
             case _ if left.by_parts and left.differs_in_parts(right):
                 return left.with_parts(self.each(left.parts, right.parts))
             case _ if {left, right} == {FLOAT, DOUBLE}:

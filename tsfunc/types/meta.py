@@ -158,8 +158,8 @@ class MetaTensorType:
         return other <= self if isinstance(other, MetaTensorType) else NotImplemented
 
     def __lt__(self, other: object) -> bool:
-        known = isinstance(other, MetaTensorType)
-        return self <= other and not other <= self if known else NotImplemented
+        is_meta = isinstance(other, MetaTensorType)
+        return self <= other and not other <= self if is_meta else NotImplemented
 
     def __gt__(self, other: object) -> bool:
         return other < self if isinstance(other, MetaTensorType) else NotImplemented
@@ -267,7 +267,7 @@ class MetaTensorType:
         else:
             sizes = {"shape": _Spelled(self.shape) if self.shape else self.shape}
         device = None if self.device is None else str(self.device)
-        known = {
+        attributes = {
             "dtype": self.dtype,
             **sizes,
             "device": device,
@@ -276,7 +276,7 @@ class MetaTensorType:
             "strides": self.strides,
             "memory_format": self.memory_format,
         }
-        words = [f"{name}={value!r}" for name, value in known.items() if value is not None]
+        words = [f"{name}={value!r}" for name, value in attributes.items() if value is not None]
         return f"MetaTensorType({', '.join(words)})"
 
     def __str__(self) -> str:
@@ -336,8 +336,8 @@ def on_device(got: torch.device, expected: torch.device) -> bool:
 def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
     """True if every property in ``wider`` follows from ``narrower``."""
     for name in _EXACT:
-        known = getattr(wider, name)
-        if known is not None and getattr(narrower, name) != known:
+        attribute = getattr(wider, name)
+        if attribute is not None and getattr(narrower, name) != attribute:
             return False
     if wider.device is not None and (
         narrower.device is None or not on_device(narrower.device, wider.device)
@@ -378,17 +378,17 @@ def join_descriptions(
     left: MetaTensorType, right: MetaTensorType, size: JoinSizes
 ) -> MetaTensorType:
     """Return the metadata common to both tensors; if the ranks differ, the last dims are kept."""
-    known = {
+    attributes = {
         name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
     }
     one, other = left.device, right.device
     if one is not None and other is not None and one.type == other.type:
-        known["device"] = one if one == other else one.type
-    known["shape"] = _join_shapes(left, right, size)
+        attributes["device"] = one if one == other else one.type
+    attributes["shape"] = _join_shapes(left, right, size)
     if len(left.stride_forms) == len(right.stride_forms):
         pairs = zip(left.stride_forms, right.stride_forms, strict=True)
-        known["strides"] = [_join_strides(*pair, size) for pair in pairs]
-    return MetaTensorType(**known)
+        attributes["strides"] = [_join_strides(*pair, size) for pair in pairs]
+    return MetaTensorType(**attributes)
 
 
 def _join_shapes(
@@ -424,12 +424,12 @@ _ATTRIBUTES = (
 def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
     names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
     if name in _ATTRIBUTES:
-        known = {
+        attributes = {
             attribute: getattr(meta, attribute) for attribute in _ATTRIBUTES if attribute != "rank"
         }
         if name in ("rank", "shape"):
-            del known["shape"]
-        narrower = MetaTensorType(**{**known, name: choice})
+            del attributes["shape"]
+        narrower = MetaTensorType(**{**attributes, name: choice})
     elif name in names:
         narrower = substitute(meta, name, narrower_size(name, choice))
     else:

@@ -172,17 +172,21 @@ def _memory_format(memory_format: object) -> torch.memory_format | None:
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
-def _require_one_memory(known: Mapping[str, Any]) -> None:
+def _require_one_memory(attributes: Mapping[str, Any]) -> None:
     """Raise unless strides and memory format fit the shape and the layout."""
-    shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
+    shape, strides, memory_format = (
+        attributes["shape"],
+        attributes["strides"],
+        attributes["memory_format"],
+    )
     name = "strides" if strides is not None else "memory_format"
-    order = known[name]
+    order = attributes[name]
     if order is None:
         return
-    if known["layout"] not in (None, torch.strided):
+    if attributes["layout"] not in (None, torch.strided):
         raise DescriptorError(
-            f"MetaTensorType(layout={known['layout']}, {name}={order!r}): only strided tensors "
-            f"have {name.replace('_', ' ')}"
+            f"MetaTensorType(layout={attributes['layout']}, {name}={order!r}): only strided "
+            f"tensors have {name.replace('_', ' ')}"
         )
     wanted = len(strides) if strides is not None else FORMAT_RANKS.get(memory_format)
     least = 0 if shape is None else len(shape) - (... in shape)
@@ -197,9 +201,13 @@ def _require_one_memory(known: Mapping[str, Any]) -> None:
     )
 
 
-def _require_some_strides(known: Mapping[str, Any]) -> None:
+def _require_some_strides(attributes: Mapping[str, Any]) -> None:
     """Raise unless numeric strides fit the memory format."""
-    shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
+    shape, strides, memory_format = (
+        attributes["shape"],
+        attributes["strides"],
+        attributes["memory_format"],
+    )
     if memory_format is None or shape is None or strides is None:
         return
     if not all(isinstance(entry, int) for entry in (*shape, *strides)):

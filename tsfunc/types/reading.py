@@ -127,8 +127,8 @@ def _descriptor(written: Any, where: str) -> Descriptor:
         return _from_container(written, where)
     if dataclasses.is_dataclass(written):
         return _from_record(written, where)
-    known = pytrees.structure_of(written).type is not None
-    return _from_container(written, where) if known else _from_value(written, where)
+    is_container = pytrees.structure_of(written).type is not None
+    return _from_container(written, where) if is_container else _from_value(written, where)
 
 
 _TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
@@ -245,8 +245,8 @@ def takes_any_keyword(func: Callable[..., Any]) -> bool:
     The signature of a wrapped function does not count.
     """
     try:
-        own = func.forward if isinstance(func, torch.nn.Module) else func
-        parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
+        function = func.forward if isinstance(func, torch.nn.Module) else func
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except ValueError:
         return True
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -269,8 +269,8 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
                 raise _missing(type_, name, of)
             return signature(interface_methods(cls)[name])
         case TSModuleType(cls, attributes):
-            own = dict(attributes).get(name)
-            return _of_class(cls, type_, name, of) if own is None else own
+            attribute = dict(attributes).get(name)
+            return _of_class(cls, type_, name, of) if attribute is None else attribute
         case TSEnum(cls):
             if name in ("name", "value"):
                 return STR if name == "name" else of_value(next(iter(cls)).value)

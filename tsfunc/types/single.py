@@ -53,8 +53,8 @@ class TSPrimitiveType(TSType):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         if self == NONE:
             return context.literal(value, None, path)
-        own = primitive_of(value)
-        if own != self and not (own == FLOAT and self == DOUBLE):
+        primitive = primitive_of(value)
+        if primitive != self and not (primitive == FLOAT and self == DOUBLE):
             context.fail(path, "", self, describe(value))
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
@@ -70,8 +70,8 @@ class TSPrimitiveType(TSType):
         return PYTHON_CLASSES[self.name]
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
-        own = primitive_of(narrower.value) if isinstance(narrower, Value) else narrower
-        return own == self or (own == FLOAT and self == DOUBLE)
+        primitive = primitive_of(narrower.value) if isinstance(narrower, Value) else narrower
+        return primitive == self or (primitive == FLOAT and self == DOUBLE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +120,8 @@ class Value(TSType):
 
     def fits_class(self, cls: type) -> bool:
         derived = cls in SINGLE and isinstance(self.value, cls)
-        own = str(primitive_of(self.value)) == cls.__name__ if derived else False
-        return own or super().fits_class(cls)
+        is_primitive = str(primitive_of(self.value)) == cls.__name__ if derived else False
+        return is_primitive or super().fits_class(cls)
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
         return narrower == self
@@ -141,11 +141,11 @@ class TSTensor(TSType):
     meta: MetaTensorType = MetaTensorType()  # noqa: RUF009  frozen
 
     def __str__(self) -> str:
-        known = self.meta != MetaTensorType()
+        has_meta = self.meta != MetaTensorType()
         if self.cls is torch.Tensor:
-            return str(self.meta) if known else "Tensor"
+            return str(self.meta) if has_meta else "Tensor"
         name = class_name(self.cls)
-        return f"Annotated[{name}, {self.meta}]" if known else name
+        return f"Annotated[{name}, {self.meta}]" if has_meta else name
 
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         if self.cls is torch.Tensor or context.instance(value, self.cls, path):
@@ -278,12 +278,12 @@ class TSModuleType(TSAllType):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         if not isinstance(value, torch.nn.Module) or type(value) is not self.cls:
             return context.fail(path, "", self, describe(value))
-        own = context.attributes_of_module(value)
+        attributes = context.attributes_of_module(value)
         for name, attribute in self.attributes:
-            got = own.pop(name, None)
+            got = attributes.pop(name, None)
             if got != attribute:
                 context.fail(path, f".{name}", attribute, str(got or "no such attribute"))
-        for name, attribute in own.items():
+        for name, attribute in attributes.items():
             context.fail(path, f".{name}", "no such attribute", str(attribute))
 
 
@@ -330,8 +330,8 @@ def primitive_of(value: Any) -> TSPrimitiveType | None:
 
 def _is_derived(kind: str, value: object) -> bool:
     """True if a value of a class derived from int, float or str counts as one."""
-    own = primitive_of(value)
-    return own is not None and own.name == kind
+    primitive = primitive_of(value)
+    return primitive is not None and primitive.name == kind
 
 
 def literal(value: object) -> TSType:

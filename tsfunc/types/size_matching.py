@@ -53,9 +53,9 @@ class SizeMatch:
 
     def copy(self) -> SizeMatch:
         """Return a copy, to continue with a type that may not fit."""
-        made = SizeMatch(())
-        made.adopt(self)
-        return made
+        match = SizeMatch(())
+        match.adopt(self)
+        return match
 
     def adopt(self, other: SizeMatch) -> None:
         """Take over the state of a copy."""

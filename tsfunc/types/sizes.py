@@ -226,9 +226,9 @@ class SizeSum:
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """The names in the sum, also those in its operations."""
-        own = (atom for term, _ in self.terms for atom, _ in term if isinstance(atom, str))
+        atoms = (atom for term, _ in self.terms for atom, _ in term if isinstance(atom, str))
         inner = (operand.names for operation in self.operations() for operand in operation.operands)
-        return frozenset(own).union(*inner)
+        return frozenset(atoms).union(*inner)
 
     def operations(self) -> Iterator[Operation]:
         """Yield each operation in the sum, and the operations in its operands."""
@@ -309,10 +309,10 @@ class SizeSum:
 
 
 def _sum(terms: Mapping[Term, int]) -> SizeSum:
-    kept = [(term, factor) for term, factor in terms.items() if factor]
-    if len(kept) > 1:
-        kept.sort(key=_term_order)
-    return SizeSum(tuple(kept))
+    nonzero = [(term, factor) for term, factor in terms.items() if factor]
+    if len(nonzero) > 1:
+        nonzero.sort(key=_term_order)
+    return SizeSum(tuple(nonzero))
 
 
 def _of_operation(symbol: str, *operands: SizeSum) -> SizeSum:

@@ -119,9 +119,9 @@ def same_keys(expected: Collection[Any], got: Collection[Any]) -> bool:
         >>> same_keys({1: "a"}, {1: "b"}), same_keys({1}, {True}), same_keys({(1,)}, {(1.0,)})
         (True, False, False)
     """
-    own = {key: key for key in got}
+    keys_by_value = {key: key for key in got}
     return len(expected) == len(got) and all(
-        key in own and same_value(key, own[key]) for key in expected
+        key in keys_by_value and same_value(key, keys_by_value[key]) for key in expected
     )
 
 
@@ -353,12 +353,12 @@ def class_name(cls: type) -> str:
 
 def _claim(cls: type, name: str) -> str:
     with _lock:
-        known = _claimed.get(cls)
-        if known is None:
-            known = _free(name if NAME.fullmatch(name) else "_." + re.sub(r"\W", "_", name))
-            _claims[known] = cls
-            _claimed[cls] = known
-        return known
+        claim = _claimed.get(cls)
+        if claim is None:
+            claim = _free(name if NAME.fullmatch(name) else "_." + re.sub(r"\W", "_", name))
+            _claims[claim] = cls
+            _claimed[cls] = claim
+        return claim
 
 
 def _free(name: str) -> str:
@@ -504,12 +504,12 @@ def tensor_fields(kind: str, dims: str, words: Iterable[str]) -> dict[str, Any]:
     Raises:
         DescriptorError: a dim or a word is malformed.
     """
-    known: dict[str, Any] = {"dtype": _DTYPES.get(kind)}
+    fields: dict[str, Any] = {"dtype": _DTYPES.get(kind)}
     if dims.strip() != "...":
-        known["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
+        fields["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
     for word in words:
-        _add_word(word, known)
-    return known
+        _add_word(word, fields)
+    return fields
 
 
 def _split(dims: str) -> list[str]:
@@ -547,7 +547,7 @@ def _bound_of_word(text: str) -> Dim | None:
     return Dim(name, None if least is None else int(least), None if most is None else int(most))
 
 
-def _add_word(word: str, known: dict[str, Any]) -> None:
+def _add_word(word: str, fields: dict[str, Any]) -> None:
     """Add a word after the dims: requires_grad, strides, a layout, a memory format or a device."""
     key: str
     value: object
@@ -562,6 +562,6 @@ def _add_word(word: str, known: dict[str, Any]) -> None:
         key, value = "strides", [_dim(stride.strip()) for stride in _split(strides)]
     else:
         key, value = "device", word
-    if key in known:
+    if key in fields:
         raise DescriptorError(f"{word} is the second {key} of one tensor")
-    known[key] = value
+    fields[key] = value

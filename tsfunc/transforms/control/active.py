@@ -73,22 +73,22 @@ def repeat(
     Returns:
         The last state of all examples, and True if none continues.
     """
-    group, made = whole, 0
+    group, steps = whole, 0
     finished: list[tuple[G, Any]] = []
     while True:
         going = active.nonzero().squeeze(1)
         count = going.shape[0]
-        if not count or made == limit:
+        if not count or steps == limit:
             return whole.merge_states([*finished, (group, state)]), not count
         if count < group.size:
             gone = group.select((~active).nonzero().squeeze(1))
             finished.append((gone, gone.select_state(state)))
             # Batched values raise the errors of a step on tracers.
-            group = group.select(going, single=count == 1 and made > 0)
+            group = group.select(going, single=count == 1 and steps > 0)
             state = group.select_state(state)
-        left = None if limit is None else limit - made
+        left = None if limit is None else limit - steps
         state, more, active = step(group, state, left)
-        made += more
+        steps += more
         if isinstance(active, bool):
             return whole.merge_states([*finished, (group, state)]), active
 

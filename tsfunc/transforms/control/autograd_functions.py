@@ -124,8 +124,8 @@ class PythonCallee:
 def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
     dims = tuple(size if isinstance(size, int) else spell(size) for size in x.shape)
     steps: Sequence[Any] = x.stride() if x.layout is torch.strided else ()
-    known = [step if isinstance(step, int) else step.node.hint for step in steps]
-    return OperandType(dims, x.dtype, x.device, tuple(0 if n is None else int(n) for n in known))
+    strides = [step if isinstance(step, int) else step.node.hint for step in steps]
+    return OperandType(dims, x.dtype, x.device, tuple(0 if n is None else int(n) for n in strides))
 
 
 class FunctionCall(ExpandedOperator):
@@ -184,8 +184,8 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     The vmaps inside of the trace become vmaps of the call when the program runs.
     """
     callee = PythonCallee(function, args)
-    given, sizes = callee.taken(trace.symbols.spell_size)
-    tensors = [_arranged(as_traced(value, trace)) for value in given]
+    values, sizes = callee.taken(trace.symbols.spell_size)
+    tensors = [_arranged(as_traced(value, trace)) for value in values]
     primal = getattr(function, "primal_results", functools.partial(torch_apply, function))
     inputs: list[Sequence[Any]] = []
 
@@ -199,7 +199,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     dirty = _dirty(body.leaves, inputs[0])
     written = list(dirty.values())
     for i in written:
-        tensors[i] = _arranged(as_traced(given[i], trace).clone())
+        tensors[i] = _arranged(as_traced(values[i], trace).clone())
     batched = _batched_layers(tensors)
     wanted = [
         common([needed, batched if is_differentiable(leaf) else {}])
@@ -213,7 +213,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     numbers = [trace.sizes(size) for size in sizes]
     outputs = list(call_control_flow(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
-        outputs[position] = given[i].copy_(outputs[position])
+        outputs[position] = values[i].copy_(outputs[position])
     return filled(body, outputs)
 
 

@@ -80,11 +80,11 @@ def unpacked_operands(
         takes: returns True if a function takes a number of arguments.
     """
     if len(operands) == 1 and type(operands[0]) in (tuple, list):
-        given = tuple(operands[0])
-        known = takes(func, len(given))
+        packed = tuple(operands[0])
+        fits = takes(func, len(packed))
         # The signature of a C++ function is unknown: a list may be the argument of `torch.stack`.
-        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
-            return given
+        if fits or (fits is None and (len(packed) == 1 or isinstance(operands[0], tuple))):
+            return packed
     return operands
 
 

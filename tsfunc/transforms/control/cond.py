@@ -158,8 +158,8 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
             f"cond: expected the operands by position, or operand=, or operands=(...), got the "
             f"keyword arguments {names}" + (f" beside {len(args)} operands." if args else ".")
         )
-    (given,) = kwargs.values()
-    return (given,) if "operand" in kwargs else tuple(given)
+    (operands,) = kwargs.values()
+    return (operands,) if "operand" in kwargs else tuple(operands)
 
 
 def _index_of(value: Any, label: str, last: int) -> Choice:

@@ -112,7 +112,7 @@ class Switch(ControlFlowOperator):
         if first == len(self.bodies) - 1:
             return writer.inline(self.bodies[first], [None, *rest])
         operands = tuple(writer.distinct((index, *rest)))
-        own = writer.block(
+        branch = writer.block(
             self.bodies[first].name, operands,
             lambda inner, xs: inner.inline(self.bodies[first], xs),
         )  # fmt: skip
@@ -120,7 +120,7 @@ class Switch(ControlFlowOperator):
             "others", operands, lambda inner, xs: self._from(inner, first + 1, xs[0], xs[1:])
         )
         here = writer.call(torch.ops.aten.le.Scalar, index, first)
-        node = writer.call(torch.ops.higher_order.cond, here, own, others, operands)
+        node = writer.call(torch.ops.higher_order.cond, here, branch, others, operands)
         return writer.items(node, self._count)
 
     @property
@@ -157,9 +157,9 @@ class While(ControlFlowOperator):
         condition, body = self.bodies
 
         def step(carry: Sequence[Axes]) -> list[Axes]:
-            given = [*carry, *operands[self.carried :]]
-            (going_on,) = through(condition, given)
-            return [each | going_on for each in through(body, given)]
+            inputs = [*carry, *operands[self.carried :]]
+            (going_on,) = through(condition, inputs)
+            return [axes | going_on for axes in through(body, inputs)]
 
         return _settled(operands[: self.carried], step)
 
@@ -169,7 +169,7 @@ class While(ControlFlowOperator):
     def write_for_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
         condition, body = self.bodies
-        given = list(operands)
+        first_operands = list(operands)
         carry = writer.recorded([writer.owned(x) for x in operands[: self.carried]], operands)
         operands = writer.distinct([*carry, *operands[self.carried :]])
 
@@ -183,19 +183,22 @@ class While(ControlFlowOperator):
         begin, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
         node = writer.call(torch.ops.higher_order.while_loop, *blocks, begin, rest)
         items = writer.items(node, self.carried)
-        steps = writer.truth(writer.inline(condition, given)[0])
+        steps = writer.truth(writer.inline(condition, first_operands)[0])
         where = torch.ops.aten.where.self
-        return [writer.call(where, steps, x, first) for x, first in zip(items, given, strict=False)]
+        return [
+            writer.call(where, steps, x, first)
+            for x, first in zip(items, first_operands, strict=False)
+        ]
 
     def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         condition, body = self.bodies
         of_condition = live_inputs(condition, {0})
         carried, live = _carried({*used, *of_condition}, self.carried, body, ())
         operands, numbers = _numbered(carried | live | of_condition)
-        kept = sorted(carried)
-        bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, kept, numbers)]
-        op = While(self.name, bodies, len(kept), self.checkpoint)
-        return ReducedOperator(op, operands, tuple(kept))
+        carries = sorted(carried)
+        bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, carries, numbers)]
+        op = While(self.name, bodies, len(carries), self.checkpoint)
+        return ReducedOperator(op, operands, tuple(carries))
 
 
 _RUNS: Final[dict[type, Callable[..., Any]]] = {}
@@ -270,7 +273,7 @@ class Scan(ControlFlowOperator):
         counted = not along  # torch's scan needs a scanned tensor
         if counted:
             along = [writer.call(torch.ops.aten.arange.default, self.length)]
-        aten, own = torch.ops.aten, torch.ops.higher_order
+        aten, higher_order = torch.ops.aten, torch.ops.higher_order
         if self.reverse:
             along = [writer.call(aten.flip.default, x, [0]) for x in along]
         # Contiguous: NOTE [layouts of torch's loops] in ``program/graphs/torch_operators``.
@@ -285,9 +288,9 @@ class Scan(ControlFlowOperator):
         slices = [None for x in along]
         block = writer.block(body.name, [*carry, *slices, *rest], step)
         if carried:
-            node = writer.call(own.scan, block, list(carry), along, tuple(rest))
+            node = writer.call(higher_order.scan, block, list(carry), along, tuple(rest))
         else:
-            node = writer.call(own.map_impl, block, tuple(along), tuple(rest))
+            node = writer.call(higher_order.map_impl, block, tuple(along), tuple(rest))
         items = writer.items(node, len(_results(body)))
         if self.reverse:
             items[carried:] = [writer.call(aten.flip.default, y, [0]) for y in items[carried:]]
@@ -308,10 +311,10 @@ class Scan(ControlFlowOperator):
         if self.along and not along and self.length is None:
             along = {self.carried}  # it determines the number of steps
         operands, numbers = _numbered(carried | live | along)
-        kept = sorted(carried | stacked)
-        made = narrowed_body(body, kept, numbers)
-        op = Scan(self.name, [made], len(carried), len(along), self.length, self.reverse)
-        return ReducedOperator(op, operands, tuple(kept))
+        positions = sorted(carried | stacked)
+        narrowed = narrowed_body(body, positions, numbers)
+        op = Scan(self.name, [narrowed], len(carried), len(along), self.length, self.reverse)
+        return ReducedOperator(op, operands, tuple(positions))
 
     def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
         """Return the slices of the scanned tensors for each step, in the order of the steps."""
@@ -361,7 +364,7 @@ class AssociativeScan(ControlFlowOperator):
         n = self.along
         operands = writer.distinct(operands)
         along, rest = operands[:n], operands[n:]
-        own, aten = torch.ops.higher_order, torch.ops.aten
+        higher_order, aten = torch.ops.higher_order, torch.ops.aten
         ranks = {x.meta["val"].dim() for x in along}
         if (
             len(ranks) == 1
@@ -373,7 +376,9 @@ class AssociativeScan(ControlFlowOperator):
             block = writer.block(
                 body.name, [*along, *along], lambda inner, xs: inner.inline(plain, xs)
             )
-            return writer.items(writer.call(own.associative_scan, block, tuple(along), ()), n)
+            return writer.items(
+                writer.call(higher_order.associative_scan, block, tuple(along), ()), n
+            )
         # Otherwise the slices are combined one after the other.
         first = [writer.call(aten.slice.Tensor, x, 0, 0, 1) for x in along]
         others = [writer.call(aten.slice.Tensor, x, 0, 1) for x in along]
@@ -385,7 +390,7 @@ class AssociativeScan(ControlFlowOperator):
         slices = [None for x in along]
         block = writer.block(body.name, [*slices, *slices, *rest], step)
         start = [writer.owned(writer.call(aten.select.int, x, 0, 0)) for x in along]
-        node = writer.call(own.scan, block, start, others, tuple(rest))
+        node = writer.call(higher_order.scan, block, start, others, tuple(rest))
         ys = writer.items(node, 2 * n)[n:]
         return [writer.call(aten.cat.default, [a, b]) for a, b in zip(first, ys, strict=True)]
 
@@ -396,12 +401,12 @@ class AssociativeScan(ControlFlowOperator):
         while not along >= (more := {at % n for at in live if at < 2 * n}):
             along |= more
             live = live_inputs(body, along)
-        kept = sorted(along)
+        positions = sorted(along)
         rest = sorted(at for at in live if at >= 2 * n)
-        order = [*kept, *(n + at for at in kept), *rest]
-        made = narrowed_body(body, kept, {at: i for i, at in enumerate(order)})
-        op = AssociativeScan(self.name, [made], len(kept))
-        return ReducedOperator(op, (*kept, *(at - n for at in rest)), tuple(kept))
+        order = [*positions, *(n + at for at in positions), *rest]
+        narrowed = narrowed_body(body, positions, {at: i for i, at in enumerate(order)})
+        op = AssociativeScan(self.name, [narrowed], len(positions))
+        return ReducedOperator(op, (*positions, *(at - n for at in rest)), tuple(positions))
 
 
 def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]) -> list[Axes]:
@@ -437,23 +442,23 @@ def _is_pointwise(node: torch.fx.Node) -> bool:
 
 def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Return the graph of a pointwise body without the moves to and from a batch."""
-    made = torch.fx.Graph()
+    copy = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
         op = node.meta.get("op")
         if isinstance(op, TorchOperator) and op.name in _MOVES:
             values[node] = values[node.args[0]]
         elif node.op == "output":
-            made.output(tuple(values[item] for item in node.args[0]))
+            copy.output(tuple(values[item] for item in node.args[0]))
         else:
-            values[node] = made.node_copy(node, values.__getitem__)
-    return made
+            values[node] = copy.node_copy(node, values.__getitem__)
+    return copy
 
 
 def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:
     """Return the kept operands in order, and the new index of each."""
-    kept = tuple(sorted(operands))
-    return kept, {at: i for i, at in enumerate(kept)}
+    positions = tuple(sorted(operands))
+    return positions, {at: i for i, at in enumerate(positions)}
 
 
 def _carried(

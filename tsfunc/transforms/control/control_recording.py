@@ -107,13 +107,13 @@ def record_switch(
     if written:  # a derivative runs the bodies on the values that they got
         memories = set(map(memory_key, written))
         tensors = [x.clone() if memory_key(x) in memories else x for x in tensors]
-    made = [
-        Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
-        for name, body, own in zip(names, bodies, places, strict=True)
+    branch_bodies = [
+        Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in places_of_body))
+        for name, body, places_of_body in zip(names, bodies, places, strict=True)
     ]
-    op = Switch(label, made, batching)
-    known = [r for r in results if r is not None]
-    outputs = call_for_examples(op, hidden, trace, [chosen, *tensors], numbers, known)
+    op = Switch(label, branch_bodies, batching)
+    tensor_results = [r for r in results if r is not None]
+    outputs = call_for_examples(op, hidden, trace, [chosen, *tensors], numbers, tensor_results)
     out, drawn, *values = filled(bodies[0], outputs)
     set_draw_counts(drawn)
     copy_back(written, *values)
@@ -126,9 +126,9 @@ def copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = 
         tensor.copy_(value)
 
 
-def filled(body: TracedBody | Carry, given: Sequence[Any]) -> Any:
+def filled(body: TracedBody | Carry, tensors: Sequence[Any]) -> Any:
     """Return tensors in the structure of a body's results, or of a carry, with its other leaves."""
-    values = iter(given)
+    values = iter(tensors)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]
     return optree.tree_unflatten(body.spec, leaves)
 
@@ -221,17 +221,17 @@ class Carry:
         if same:
             rest = body.leaves[len(self.leaves) :]
             dtypes = [getattr(leaf, "dtype", None) for leaf in self.leaves]
-            kept = [i for i, leaf in enumerate(self.leaves) if is_number(leaf)]
-            body.convert_results([*dtypes, *[common_dtype((leaf,)) for leaf in rest]], kept)
+            unchanged = [i for i, leaf in enumerate(self.leaves) if is_number(leaf)]
+            body.convert_results([*dtypes, *[common_dtype((leaf,)) for leaf in rest]], unchanged)
         return same
 
     def add_frames(self, needed: Sequence[dict[int, Any]]) -> bool:
         """Add the tracers that a body's results need; True if there are new ones."""
         grown = False
-        for own, more in zip(self.needed, needed, strict=True):
+        for frames, more in zip(self.needed, needed, strict=True):
             for depth, frame in more.items():
-                if depth not in own or (own[depth].bdim is None and frame.bdim is not None):
-                    own[depth] = frame
+                if depth not in frames or (frames[depth].bdim is None and frame.bdim is not None):
+                    frames[depth] = frame
                     grown = True
         return grown
 
@@ -243,15 +243,15 @@ class Carry:
         """
         orders: list[Any] = []
         before = len(self.copied)
-        given = iter(body.given)
+        inputs = iter(body.given)
         for i, value in enumerate(body.unwrapped(stacks)[: len(self.leaves)]):
-            own = None if value is None else next(given)
-            if own is None or (have_same_strides(own, value) and not is_expanded(own)):
+            carried = None if value is None else next(inputs)
+            if carried is None or (have_same_strides(carried, value) and not is_expanded(carried)):
                 orders.append(None)
                 continue
-            order = order_of(own)
+            order = order_of(carried)
             if order is None:
-                order = [*range(own.dim())]
+                order = [*range(carried.dim())]
                 self.copied.add(i)
             orders.append(order)
         return orders if len(self.copied) == before else None
@@ -365,9 +365,9 @@ def record_scan(
     ]
     count = len(inputs) + len(along)
     tensors, numbers, places = operands_of([body], count)
-    made = Body("body", body.level.graph, places[0])
+    step = Body("body", body.level.graph, places[0])
     steps = size if isinstance(size, int) else None
-    op = Scan(label, [made], len(inputs), len(along), steps, reverse)
+    op = Scan(label, [step], len(inputs), len(along), steps, reverse)
     outputs = call_control_flow(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(outputs[len(kept) :])
     ys_found = [
@@ -445,11 +445,13 @@ def record_while(
     results = [r for r in body.end(*layout) if r is not None]
     condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
-    made = [
-        Body(name, traced.level.graph, own)
-        for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
+    loop_bodies = [
+        Body(name, traced.level.graph, places_of_body)
+        for name, traced, places_of_body in zip(
+            ("condition", "body"), (condition, body), places, strict=True
+        )
     ]
-    op = While(label, made, len(inputs), checkpoint)
+    op = While(label, loop_bodies, len(inputs), checkpoint)
     return carry.tree(
         call_for_examples(op, carry.hidden, trace, [*inputs, *tensors], numbers, results)
     )

@@ -82,7 +82,7 @@ class Tracing:
 
     def part(
         self, label: str, func: Callable[[list[Any]], Values],
-        given: Sequence[OperandType | Number], last: int = 0,
+        operands: Sequence[OperandType | Number], last: int = 0,
     ) -> CalleeGraph:  # fmt: skip
         """Return a function of flat values as a graph.
 
@@ -94,27 +94,27 @@ class Tracing:
             NoFileForm: the function can't be traced.
         """
         self.names = names = DimNames(self.named_dims)
-        dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
-        forms = [names.number(x.text) if isinstance(x, Number) else None for x in given]
+        dims = {i: names.dims(x) for i, x in enumerate(operands) if isinstance(x, OperandType)}
+        forms = [names.number(x.text) if isinstance(x, Number) else None for x in operands]
         numbers = {i: form for i, form in enumerate(forms) if form is not None}
 
         def run(*values: Any) -> Any:
-            known = [
+            filled = [
                 size_of(numbers[i]) if i in numbers else value for i, value in enumerate(values)
             ]
-            return [x if isinstance(x, torch.Tensor) else None for x in func(known)]
+            return [x if isinstance(x, torch.Tensor) else None for x in func(filled)]
 
         def traced(sizes: Mapping[str, int]) -> Program:
-            flat: list[Any] = [_NUMBER] * len(given)
+            flat: list[Any] = [_NUMBER] * len(operands)
             inputs: list[InputSpec] = []
-            for i, x in enumerate(given):
+            for i, x in enumerate(operands):
                 if isinstance(x, OperandType):
                     flat[i] = _sample(x, dims[i], sizes)
                     inputs.append(InputSpec(i, f"x{i}", flat[i], dims[i]))
             inputs = [*inputs[last:], *inputs[:last]]
             specs = [
                 NumberSpec(i, f"k{i}", _NUMBER)
-                for i, x in enumerate(given)
+                for i, x in enumerate(operands)
                 if isinstance(x, Number) and i not in numbers
             ]
             tree = pytrees.structure_of((tuple(flat), {}))
@@ -184,8 +184,8 @@ class DimNames:
     def number(self, text: str) -> DimForm | None:
         """Return a number as a form in the known names; None if it is unknown."""
         form = self._form(text)
-        known = form is not None and all(name in self.used for name in dims_in(form))
-        return form if known else self._others.get(text)
+        is_known = form is not None and all(name in self.used for name in dims_in(form))
+        return form if is_known else self._others.get(text)
 
     def _form(self, text: str) -> DimForm | None:
         """Return the dim form of a text in names of the program; None for other texts."""
@@ -213,20 +213,20 @@ def _sample(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int
     """Return a tensor without data whose strides have the order of the type's strides."""
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
     strides = dense_strides(shape, memory_order(shape, type_.strides))
-    made = placeholder(shape, type_.dtype, type_.device, strides)
-    return made.requires_grad_() if is_differentiable(made) else made
+    tensor = placeholder(shape, type_.dtype, type_.device, strides)
+    return tensor.requires_grad_() if is_differentiable(tensor) else tensor
 
 
 def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, ...]:
     """Remove unused inputs from a graph, and return the indices of the others."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    kept = []
+    used = []
     for node, at in zip(nodes, inputs, strict=True):
         if node.users:
-            kept.append(at)
+            used.append(at)
         else:
             graph.erase_node(node)
-    return tuple(kept)
+    return tuple(used)
 
 
 def types_of(part: CalleeGraph) -> list[OperandType]:
@@ -272,9 +272,9 @@ class PassedTree:
         leaves = []
         for leaf in self._leaves:
             if isinstance(leaf, Number):
-                known = names.number(leaf.text)
-                if known is None:
+                number = names.number(leaf.text)
+                if number is None:
                     raise NoFileForm(f"a size, {leaf.text}, that a rule keeps")
-                leaf = size_of(known)
+                leaf = size_of(number)
             leaves.append(next(rest) if leaf is TENSOR else leaf)
         return pytrees.unflatten(self._tree, leaves)

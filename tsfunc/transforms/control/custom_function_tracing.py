@@ -144,12 +144,12 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
 
 
 def with_vjp(tracing: Tracing) -> CustomVjp:
-    callee, given = tracing.callee, tracing.operands
+    callee, operands = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results = types_of(primal)
     differentiable = differentiable_indices(results)
-    kept: list[PassedTree] = []
+    residual_trees: list[PassedTree] = []
 
     def forward(values: list[Any]) -> Values:
         bound = _rule_call(callee, values)
@@ -157,19 +157,19 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         with bound.call.substituting_consts(bound.operands):
             out, residuals = rule.forward(bound.call, *bound.arguments)
             results = bound.call.result_tensors(out, bound.operands)
-        kept.append(PassedTree(residuals))
-        return *results, *kept[-1].tensors
+        residual_trees.append(PassedTree(residuals))
+        return *results, *residual_trees[-1].tensors
 
-    first = tracing.part("the fwd rule", forward, given)
+    first = tracing.part("the fwd rule", forward, operands)
     types = types_of(first)[len(results) :]
-    kept[-1].forget()
-    start = len(given)
+    residual_trees[-1].forget()
+    start = len(operands)
     stop = start + len(types)
 
     def backward(values: list[Any]) -> Values:
         bound = _rule_call(callee, values[:start])
         bound.knowing(calls[-1], results, tracing.names)
-        residuals = kept[-1].filled(values[start:stop], tracing.names)
+        residuals = residual_trees[-1].filled(values[start:stop], tracing.names)
         cotangents: list[Any] = [None] * len(results)
         for j, value in zip(differentiable, values[stop:], strict=True):
             cotangents[j] = value
@@ -180,7 +180,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         return cts_in
 
     cotangents = [results[j] for j in differentiable]
-    last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
+    last = tracing.part("the bwd rule", backward, [*operands, *types, *cotangents], callee.tensors)
     traced = CustomVjp(*tracing.head(len(results)))
     traced.count, traced.differentiable = calls[-1].count, differentiable
     traced.primal, traced.forward, traced.backward = primal, first, last
@@ -188,17 +188,17 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
 
 
 def with_jvp(tracing: Tracing) -> CustomJvp:
-    callee, given = tracing.callee, tracing.operands
+    callee, operands = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results, count = types_of(primal), calls[-1].count
     wrt = [i for i in differentiable_indices(callee.types) if i < count]
 
     def pushforward(values: list[Any]) -> Values:
-        bound = _rule_call(callee, values[: len(given)])
+        bound = _rule_call(callee, values[: len(operands)])
         bound.knowing(calls[-1], results, tracing.names)
         tangents: list[Any] = [None] * count
-        for i, value in zip(wrt, values[len(given) :], strict=True):
+        for i, value in zip(wrt, values[len(operands) :], strict=True):
             tangents[i] = value
         rule: Any = bound.call.rule
         with bound.call.substituting_consts(bound.operands):
@@ -210,7 +210,7 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
     tangents = [callee.types[i] for i in wrt]
     traced = CustomJvp(*tracing.head(len(results)))
     traced.count, traced.wrt, traced.primal = count, wrt, primal
-    traced.push = tracing.part("the rule", pushforward, [*given, *tangents])
+    traced.push = tracing.part("the rule", pushforward, [*operands, *tangents])
     return traced
 
 
@@ -227,21 +227,21 @@ def solution(tracing: Tracing) -> LinearSolution | RootSolution:
 
         return run
 
-    given, unknown = tracing.operands, tracing.operands[:count]
-    solve = tracing.part("its solver", closed(equation.solve, count), given)
+    operands, unknown = tracing.operands, tracing.operands[:count]
+    solve = tracing.part("its solver", closed(equation.solve, count), operands)
     traced: Any
     if isinstance(equation, Linear):
         traced = LinearSolution(*tracing.head(len(solve.results)))
-        traced.product = tracing.part("its function", closed(equation.product, count), given)
+        traced.product = tracing.part("its function", closed(equation.product, count), operands)
         traced.transposed = tracing.part(
-            "the solver of its transpose", closed(equation.transposed, count), given
+            "the solver of its transpose", closed(equation.transposed, count), operands
         )
     else:
         traced = RootSolution(*tracing.head(len(solve.results)))
-        traced.residual = tracing.part("its function", closed(equation.residual, count), given)
+        traced.residual = tracing.part("its function", closed(equation.residual, count), operands)
         traced.tangent = tracing.part(
             "the solver of its derivative",
-            closed(equation.tangent, 2 * count), [*unknown, *given],
+            closed(equation.tangent, 2 * count), [*unknown, *operands],
         )  # fmt: skip
     traced.name, traced.count, traced.solve = call.equation.label, count, solve
     return traced
@@ -277,7 +277,7 @@ class Methods:
         everything = [*self.callee.types, *types]
         numbers = tracing.operands[traced.tensors :]
         self.first = len(traced.saved)
-        given = [*(everything[at] for at in traced.saved), *numbers, *self.callee.types]
+        inputs = [*(everything[at] for at in traced.saved), *numbers, *self.callee.types]
         method = cls.backward if cls.backward is not Function.backward else cls.vjp
         traced.once_differentiable = is_marked(cls)
         traced.backward = traced.push = traced.refusal = None
@@ -286,10 +286,10 @@ class Methods:
                 wrapped = traced.once_differentiable
                 self.backward = getattr(method, "__wrapped__", method) if wrapped else method
                 cotangents = [types[j] for j in traced.differentiable]
-                traced.backward = tracing.part("backward", self._backward, [*given, *cotangents])
+                traced.backward = tracing.part("backward", self._backward, [*inputs, *cotangents])
             if cls.jvp is not torch_jvp:
                 tangents = [self.callee.types[i] for i in traced.wrt]
-                traced.push = tracing.part("jvp", self._pushforward, [*given, *tangents])
+                traced.push = tracing.part("jvp", self._pushforward, [*inputs, *tangents])
         except UndefinedDerivativeError as error:
             traced.refusal = str(error)
         return traced
@@ -313,18 +313,18 @@ class Methods:
         self.outputs = [numbers.get(id(x)) for x in outputs]
         traced.results = len(results)
         attributes = dict(vars(ctx))
-        known = [*values[: traced.tensors], *results]
-        traced.dirty = [_place(x, known) for x in attributes.pop("dirty")]
-        inert = [_place(x, known) - traced.tensors for x in attributes.pop("not_differentiable")]
+        tensors = [*values[: traced.tensors], *results]
+        traced.dirty = [_place(x, tensors) for x in attributes.pop("dirty")]
+        inert = [_place(x, tensors) - traced.tensors for x in attributes.pop("not_differentiable")]
         traced.non_differentiable = [j for j in inert if j >= 0]
         del attributes["materialize"]
         self.saved = PassedTree(attributes)
         others: list[torch.Tensor] = []
         positions = []
         for x in self.saved.tensors:
-            at = _place(x, [*known, *others])
+            at = _place(x, [*tensors, *others])
             if at < 0:
-                at = len(known) + len(others)
+                at = len(tensors) + len(others)
                 others.append(x)
             positions.append(at)
         traced.saved = positions
@@ -337,8 +337,8 @@ class Methods:
 
     def _backward(self, values: list[Any]) -> Values:
         traced = self.traced_function
-        given = values[self.first + traced.numbers + traced.tensors :]
-        of: dict[int | None, Any] = dict(zip(traced.differentiable, given, strict=True))
+        cotangents = values[self.first + traced.numbers + traced.tensors :]
+        of: dict[int | None, Any] = dict(zip(traced.differentiable, cotangents, strict=True))
         ctx = self._context(values, "backward")
         returned = self.backward(ctx, *(of.get(j) for j in self.outputs))
         returned = returned if isinstance(returned, tuple | list) else (returned,)
@@ -362,8 +362,8 @@ class Methods:
     def _pushforward(self, values: list[Any]) -> Values:
         traced = self.traced_function
         after = values[self.first + traced.numbers + traced.tensors :]
-        given = dict(zip(traced.wrt, after, strict=True))
-        tangents = [None if i is None else given.get(i) for i in self._arguments()]
+        by_tensor = dict(zip(traced.wrt, after, strict=True))
+        tangents = [None if i is None else by_tensor.get(i) for i in self._arguments()]
         returned = self.cls.jvp(self._context(values, "jvp"), *tangents)
         returned = returned if isinstance(returned, tuple | list) else (returned,)
         tangents_out: list[Any] = [None] * traced.results
@@ -380,6 +380,6 @@ class _ArgumentIndex:
     number: int
 
 
-def _place(x: torch.Tensor, known: Sequence[torch.Tensor]) -> int:
+def _place(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int:
     """Return the index of a tensor among others, by identity; -1 if it is not there."""
-    return next((i for i, other in enumerate(known) if other is x), -1)
+    return next((i for i, other in enumerate(tensors) if other is x), -1)

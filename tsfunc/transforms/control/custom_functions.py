@@ -51,8 +51,8 @@ class CustomVjp(TracedCallee):
         if name != "backward":
             return PartType(self.own, self.results, more=name == "forward")
         residuals = len(self.forward.results) - self.results
-        given = [*self.own, *[TENSOR] * (residuals + len(self.differentiable))]
-        return PartType(given, self.count, zeros=True)
+        inputs = [*self.own, *[TENSOR] * (residuals + len(self.differentiable))]
+        return PartType(inputs, self.count, zeros=True)
 
     def limits(self) -> Mapping[str, int]:
         return {"differentiable": self.results}
@@ -63,13 +63,13 @@ class CustomVjp(TracedCallee):
 
         def fwd(*args: Any) -> tuple[Any, Any]:
             outputs = self.forward(*args)
-            kept = [x if i in self.backward.inputs else None for i, x in enumerate(args)]
-            return tuple(outputs[: self.results]), (kept[: self.count], outputs[self.results :])
+            saved = [x if i in self.backward.inputs else None for i, x in enumerate(args)]
+            return tuple(outputs[: self.results]), (saved[: self.count], outputs[self.results :])
 
-        def bwd(*given: Any) -> Sequence[Any]:
-            *fixed, (kept, residuals), cotangents = given
+        def bwd(*args: Any) -> Sequence[Any]:
+            *fixed, (saved, residuals), cotangents = args
             chosen = [cotangents[j] for j in self.differentiable]
-            return self.backward(*kept, *fixed, *residuals, *chosen)
+            return self.backward(*saved, *fixed, *residuals, *chosen)
 
         rule = custom_vjp(_named(self.name, self.primal), tuple(range(self.count, total)))
         rule.defvjp(fwd, bwd)
@@ -107,15 +107,15 @@ class CustomJvp(TracedCallee):
     def _rule(self) -> Any:
         total = self.tensors + self.numbers
 
-        def rule(*given: Any) -> tuple[Any, Any]:
-            *fixed, primals, tangents = given
+        def rule(*args: Any) -> tuple[Any, Any]:
+            *fixed, primals, tangents = args
             tangents_out = self.push(*primals, *fixed, *(tangents[i] for i in self.wrt))
-            known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
-            return known, tuple(tangents_out)
+            zeros = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
+            return zeros, tuple(tangents_out)
 
-        made = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
-        made.defjvp(rule)
-        return made
+        function = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
+        function.defjvp(rule)
+        return function
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         return self._rule(*operands)
@@ -164,9 +164,9 @@ class CustomAutogradFunction(TracedCallee):
         if name == "forward":
             return PartType(self.own, self.results, more=True)
         of = self.differentiable if name == "backward" else self.wrt
-        given = [*[TENSOR] * len(self.saved), *self.own[self.tensors :], *[TENSOR] * self.tensors]
+        inputs = [*[TENSOR] * len(self.saved), *self.own[self.tensors :], *[TENSOR] * self.tensors]
         results = self.tensors if name == "backward" else self.results
-        return PartType([*given, *[TENSOR] * len(of)], results, zeros=True)
+        return PartType([*inputs, *[TENSOR] * len(of)], results, zeros=True)
 
     def limits(self) -> Mapping[str, int]:
         tensors, results = self.tensors, self.results
@@ -181,8 +181,8 @@ class CustomAutogradFunction(TracedCallee):
     @functools.cached_property
     def _function(self) -> Any:
         members: dict[str, Any] = {}
-        known = self.tensors + self.results
-        if all(at < known for at in self.saved):  # torch's own transforms can take it too
+        count = self.tensors + self.results
+        if all(at < count for at in self.saved):  # torch's own transforms can take it too
             members["forward"] = lambda *args: tuple(self.forward(*args))
             members["setup_context"] = self._keep
         else:
@@ -194,8 +194,8 @@ class CustomAutogradFunction(TracedCallee):
             )
         if self.push is not None:
             members["jvp"] = self._pushforward
-        made = {name: staticmethod(member) for name, member in members.items()}
-        return type(self.name, (Function,), made)
+        namespace = {name: staticmethod(member) for name, member in members.items()}
+        return type(self.name, (Function,), namespace)
 
     def _forward(self, ctx: Any, *args: Any) -> tuple[Any, ...]:
         outputs = tuple(self.forward(*args))
@@ -204,9 +204,9 @@ class CustomAutogradFunction(TracedCallee):
 
     def _keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         tensors = (*args[: self.tensors], *outputs)
-        kept = [tensors[at] for at in self.saved]
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        saved = [tensors[at] for at in self.saved]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         ctx.numbers = args[self.tensors :]
         ctx.shapes = [x.shape for x in args[: self.tensors]]
         if self.dirty:

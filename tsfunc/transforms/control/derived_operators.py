@@ -203,13 +203,13 @@ class ControlFlowOperator(ControlFlow):
         return self._expanded_derivative(Pushforward, run_pushforward, count, wrt)
 
     def _expanded_derivative(
-        self, kind: type, derive: Callable[..., Any], *given: Any
+        self, kind: type, derive: Callable[..., Any], *parameters: Any
     ) -> Derivative | None:
         rule = _RULES.get((kind, type(self)))
         if rule is not None:
-            return functools.partial(rule, self, *given)
+            return functools.partial(rule, self, *parameters)
         run = self.expanded()
-        return None if run is None else functools.partial(derive, run, *given)
+        return None if run is None else functools.partial(derive, run, *parameters)
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
@@ -219,13 +219,13 @@ class ControlFlowOperator(ControlFlow):
     ) -> list[torch.fx.Node]:
         """Write a function of the operands that calls control flow: ``bridge/control/retraced``."""
         write_bodies(self)
-        known: dict[Any, Any] = {}
+        numbers_by_expr: dict[Any, Any] = {}
 
         def number(value: Any) -> Any:
             expr = value.node.expr
-            if expr not in known:
-                known[expr] = writer.number(value, operands)
-            return known[expr]
+            if expr not in numbers_by_expr:
+                numbers_by_expr[expr] = writer.number(value, operands)
+            return numbers_by_expr[expr]
 
         body, numbers, constants = retraced(self.name, run, operands, number)
         simplify_part(body.graph)
@@ -361,9 +361,9 @@ def _flattened(
         inner: for each operand, True if it has the second batch dim.
     """
 
-    def run(*given: Any) -> tuple[Any, ...]:
+    def run(*operands: Any) -> tuple[Any, ...]:
         pairs = list(zip(outer, inner, strict=True))
-        tensors = given[: len(pairs)]
+        tensors = operands[: len(pairs)]
         rows = next(x.shape[0] for x, (a, _) in zip(tensors, pairs, strict=True) if a)
         columns = next(x.shape[int(a)] for x, (a, b) in zip(tensors, pairs, strict=True) if b)
         flat = []
@@ -374,7 +374,7 @@ def _flattened(
                 x = x if b else x.unsqueeze(1)
                 x = x.expand(rows, columns, *rest).reshape(rows * columns, *rest)
             flat.append(x)
-        results = form(*flat, *given[len(pairs) :])
+        results = form(*flat, *operands[len(pairs) :])
         return tuple(x.reshape(rows, columns, *x.shape[1:]) for x in results)
 
     return run

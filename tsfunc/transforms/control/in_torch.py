@@ -30,27 +30,30 @@ _Function = Callable[..., Any]
 
 def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[Any, ...]) -> Any:
     """Call ``torch.cond`` with branches that close over the operands."""
-    given = unpacked_operands(operands, true_fun, _takes)
+    unpacked = unpacked_operands(operands, true_fun, _takes)
     if not isinstance(pred, torch.Tensor | torch.SymBool):
-        return (true_fun if pred else false_fun)(*given)
+        return (true_fun if pred else false_fun)(*unpacked)
     return torch.cond(
-        _truth(pred), lambda: _chosen(true_fun(*given)), lambda: _chosen(false_fun(*given)), ()
+        _truth(pred),
+        lambda: _chosen(true_fun(*unpacked)),
+        lambda: _chosen(false_fun(*unpacked)),
+        (),
     )
 
 
 def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Call a chain of ``torch.cond``, each between one branch and all later ones."""
-    given = unpacked_operands(operands, branches[0], _takes)
+    unpacked = unpacked_operands(operands, branches[0], _takes)
     last = len(branches) - 1
     if not isinstance(index, torch.Tensor | torch.SymInt):
-        return branches[min(max(index, 0), last)](*given)
+        return branches[min(max(index, 0), last)](*unpacked)
     number = index.reshape(()) if isinstance(index, torch.Tensor) else index
 
     def of(first: int) -> Any:
         if first == last:
-            return _chosen(branches[first](*given))
+            return _chosen(branches[first](*unpacked))
         return torch.cond(
-            number <= first, lambda: _chosen(branches[first](*given)), lambda: of(first + 1), ()
+            number <= first, lambda: _chosen(branches[first](*unpacked)), lambda: of(first + 1), ()
         )
 
     return of(0)

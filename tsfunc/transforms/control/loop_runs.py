@@ -115,10 +115,10 @@ class Loop:
         trace = current_trace()
         traced = trace is not None
         while True:
-            known = 0 if trace is None else len(trace.graph.nodes)
+            nodes_before = 0 if trace is None else len(trace.graph.nodes)
             value = self.cond_fun(carry)
             if trace is not None:
-                self.draws = any(map(is_random, list(trace.graph.nodes)[known:]))
+                self.draws = any(map(is_random, list(trace.graph.nodes)[nodes_before:]))
             choice: Choice | None = None if traced else truth_of(value)
             if choice is None:
                 choice = choice_of(value, self.label)
@@ -217,8 +217,8 @@ class Loop:
             set_draw_counts(drawn)
             if isinstance(group.level, SubsetLevel):
                 self.copy_carry()
-            carry, made, active = self.common_steps(group.level, limit, carry)
-            return (carry, draw_counts(group.level.depth)), made, active
+            carry, steps, active = self.common_steps(group.level, limit, carry)
+            return (carry, draw_counts(group.level.depth)), steps, active
 
     def common_steps(
         self, subset: BatchLevel, limit: int | None, carry: Any
@@ -229,24 +229,24 @@ class Loop:
             The carry, the number of steps, and the reason to stop: a mask of the examples that
             continue, or True if the loop is at its end.
         """
-        made = 0
+        steps = 0
         traced = current_trace() is not None
         while True:
             carry = self.step(carry)
-            made += 1
-            if made == limit:
-                return carry, made, False
+            steps += 1
+            if steps == limit:
+                return carry, steps, False
             value = self.cond_fun(carry)
             choice: Choice | None = None if traced else truth_of(value, subset)
             if choice is None:
                 choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
-                return carry, made, known_data(choice.values).bool()
+                return carry, steps, known_data(choice.values).bool()
             if isinstance(choice, BatchedChoice | TracedChoice):
-                carry, done = self.run(carry, None if limit is None else limit - made)
-                return carry, made, done
+                carry, done = self.run(carry, None if limit is None else limit - steps)
+                return carry, steps, done
             if not choice:
-                return carry, made, True
+                return carry, steps, True
 
     def run_masked(self, carry: Any, value: Any, level: BatchLevel, guarded: bool) -> Any:
         """Make every step on all examples, and keep the last carry of those that are done.
@@ -451,8 +451,8 @@ def _pullback(
         lambda state: (state[0] + 1, *body(*state[1:], *rest)),
         writes=False,
     )
-    made = loop.run_to_end((none, *carry))[0]
-    steps: Any = made.clamp(min=1).item()
+    steps_made = loop.run_to_end((none, *carry))[0]
+    steps: Any = steps_made.clamp(min=1).item()
     check_size(steps >= 1, f"{op.name} makes at least one step")
     numbers = torch.arange(steps, device=device)
     cotangents = dict(zip(results, parts.derivatives, strict=True))
@@ -463,7 +463,7 @@ def _pullback(
     after = [i if i < op.carried else i + 1 for i in wrt]
     cts_in = run_pullback_through(step, (carry, [numbers], rest), after, cotangents, None, False)
     first = with_zeros(cotangents, parts.inputs, wrt)
-    return tuple(torch.where(made > 0, *pair) for pair in zip(cts_in, first, strict=True))
+    return tuple(torch.where(steps_made > 0, *pair) for pair in zip(cts_in, first, strict=True))
 
 
 @derivative_rule(Pushforward, While)

@@ -70,8 +70,10 @@ class LoopValues:
             return result
         before = pytrees.flatten(carry)[0]
         after, structure = pytrees.flatten(result)
-        own = {memory_key(before[i]) for i in self.written if isinstance(before[i], torch.Tensor)}
-        free = set(own)
+        memories = {
+            memory_key(before[i]) for i in self.written if isinstance(before[i], torch.Tensor)
+        }
+        free = set(memories)
         for i in self.written:
             if isinstance(after[i], torch.Tensor):
                 memory = memory_key(after[i])
@@ -79,7 +81,7 @@ class LoopValues:
                     after[i] = after[i].clone()
                 free.discard(memory)
         for i, x in enumerate(after):
-            if isinstance(x, torch.Tensor) and i not in self.written and memory_key(x) in own:
+            if isinstance(x, torch.Tensor) and i not in self.written and memory_key(x) in memories:
                 after[i] = x.clone()
         return pytrees.unflatten(structure, after)
 

@@ -124,11 +124,11 @@ class PhysicalBatch:
             function: a function of the body; by default the one that writes into copies.
         """
         function = body.function if function is None else function
-        known = _programs.setdefault(body, {})
+        programs = _programs.setdefault(body, {})
         key = (function is body.in_place, *[self._type(i) for i in body.inputs])
-        if key not in known:
-            known[key] = self._traced(body, function) if len(known) < _MOST else None
-        return known[key]
+        if key not in programs:
+            programs[key] = self._traced(body, function) if len(programs) < _MOST else None
+        return programs[key]
 
     def _type(self, i: int) -> Any:
         x = self.operands[i]
@@ -151,11 +151,11 @@ class PhysicalBatch:
         tensors = [i for i in used if isinstance(operands[i], torch.Tensor)]
         dims = tuple([0 if self.batched[i] else None for i in tensors])
 
-        def run(*given: Any) -> Sequence[Any]:
+        def run(*values: Any) -> Sequence[Any]:
             def one(*xs: Any) -> tuple[Any, ...]:
-                return tuple(function(with_replaced(given, tensors, xs)))
+                return tuple(function(with_replaced(values, tensors, xs)))
 
-            return vmap(one, in_dims=dims)(*[given[i] for i in tensors])
+            return vmap(one, in_dims=dims)(*[values[i] for i in tensors])
 
         flat: list[Any] = [x if i in used else None for i, x in enumerate(operands)]
         inputs = []
@@ -219,21 +219,21 @@ def run_batched_loop(
 ) -> Sequence[torch.Tensor] | None:
     """Run a loop of known length on physical operands; without ``active``, call its condition."""
     batch = batch.with_batched(carried)
-    function, own = body.with_own_carry(tuple(batch.operands))
+    function, operands = body.with_own_carry(tuple(batch.operands))
     ask, step = batch.vmapped(condition), batch.vmapped(body, function)
     if ask is None or step is None:
         return None
-    carry = own[:carried]
+    carry = operands[:carried]
     rest = batch.without(carried)
 
     def steps(group: PhysicalBatch, carry: Sequence[Any], left: int | None) -> Any:
-        made = 0
+        count = 0
         while True:
             carry = step([*carry, *group.operands])
-            made += 1
+            count += 1
             active = _truth(ask([*carry, *group.operands]))
             if not bool(active.all()):
-                return carry, made, active
+                return carry, count, active
 
     active = _truth(ask([*carry, *rest.operands])) if active is None else active
     carry_out = repeat(rest, carry, active, steps)[0]
@@ -295,12 +295,16 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
     """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:
-        own = isinstance(operand, BatchTracer)
-        if own and operand.dispatch_level is not level:
+        is_tracer = isinstance(operand, BatchTracer)
+        if is_tracer and operand.dispatch_level is not level:
             return None
-        flags.append(own and operand.bdim is not None)
+        flags.append(is_tracer and operand.bdim is not None)
         values.append(
-            value_batch_first(operand, level) if flags[-1] else operand.value if own else operand
+            value_batch_first(operand, level)
+            if flags[-1]
+            else operand.value
+            if is_tracer
+            else operand
         )
     return PhysicalBatch.of(values, flags) if are_plain(values) else None
 

@@ -76,8 +76,8 @@ def _is_seen_outside(
     active = list(tls.state.levels)
     outer = active[: active.index(levels[0])]
     traced = current_trace() is not None
-    given = [x for x in pytrees.leaves_of(tuple(operands)) if isinstance(x, torch.Tensor)]
-    for x in (*given, *consts_of(functions)):
+    tensors = [x for x in pytrees.leaves_of(tuple(operands)) if isinstance(x, torch.Tensor)]
+    for x in (*tensors, *consts_of(functions)):
         value = as_seen_by_current_level(x)
         if not traced and is_perturbed(value):
             return True
@@ -96,13 +96,13 @@ def agreed_predicate(
 
     The third branch runs both functions and selects by this rank's own predicate.
     """
-    own = torch.as_tensor(pred).reshape(()) != 0
-    total = psum(own.to(torch.int64), _names(axes))
+    predicate = torch.as_tensor(pred).reshape(()) != 0
+    total = psum(predicate.to(torch.int64), _names(axes))
     size = math.prod(level.batch_size for level in axes)
     some = torch.where(total == size, 1, 2)
 
     def both(*operands: Any) -> Any:
-        return _where(own, true_fun(*operands), false_fun(*operands))
+        return _where(predicate, true_fun(*operands), false_fun(*operands))
 
     return torch.where(total == 0, 0, some), (false_fun, true_fun, both)
 
@@ -114,13 +114,13 @@ def agreed_index(
 
     The last branch runs all branches and selects by this rank's own index.
     """
-    own = torch.as_tensor(index).reshape(()).clamp(0, len(branches) - 1)
-    least, most = pmin(own, _names(axes)), pmax(own, _names(axes))
+    own_index = torch.as_tensor(index).reshape(()).clamp(0, len(branches) - 1)
+    least, most = pmin(own_index, _names(axes)), pmax(own_index, _names(axes))
 
     def every(*operands: Any) -> Any:
         out = branches[0](*operands)
         for i, branch in enumerate(branches[1:], 1):
-            out = _where(own == i, branch(*operands), out)
+            out = _where(own_index == i, branch(*operands), out)
         return out
 
     return torch.where(least == most, least, len(branches)), (*branches, every)

@@ -92,10 +92,10 @@ def _decode_scan(
 def _decode_pullback(
     stored: StoredOperator, of: Field, count_field: Field, wrt_field: Field, results: Field
 ) -> ControlFlow:
-    given = [at.integer(0, 1 << 20) for at in results.items()]
-    count = _count(stored, count_field, len(given))
-    op = _inner(stored, of, count, len(given))
-    return Pullback(op, count, _positions(wrt_field, count), given)
+    positions = [at.integer(0, 1 << 20) for at in results.items()]
+    count = _count(stored, count_field, len(positions))
+    op = _inner(stored, of, count, len(positions))
+    return Pullback(op, count, _positions(wrt_field, count), positions)
 
 
 def _decode_pushforward(

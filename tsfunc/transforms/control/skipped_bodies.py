@@ -85,9 +85,9 @@ def _result_types(
     checks = _checks_of(branches, tuple(operands))
     if checks is None:
         return ()
-    checked, key, known = checks
-    if known is not None or len(checked) == _MOST:
-        return known or ()
+    checked, key, dtypes = checks
+    if dtypes is not None or len(checked) == _MOST:
+        return dtypes or ()
     every = [pytrees.flatten(out)[0]]
     for i, branch in enumerate(branches):
         if i != taken:
@@ -123,8 +123,8 @@ def check_zero_steps(
     """
     # In a trace sizes may be symbolic, and symbolic sizes are not hashable.
     checks = None if current_trace() else _checks_of((written,), carry)
-    checked, key, known = checks or ({}, None, None)
-    if known is not None:
+    checked, key, dtypes = checks or ({}, None, None)
+    if dtypes is not None:
         return
     faults: list[TypeCheckError] = []
 
