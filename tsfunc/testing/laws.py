@@ -187,12 +187,12 @@ def _like(tree: Any) -> Any:
     return pytrees.tree_map(torch.randn_like, tree)
 
 
-def _steps(given: float | None, default: float) -> Sequence[float]:
+def _steps(step: float | None, default: float) -> Sequence[float]:
     """Return the steps of difference quotients: the one that the user gave, or smaller and smaller.
 
     A derivative is right if it agrees with the quotient of one step.
     """
-    return (given,) if given else (default, default / 10, default / 100)
+    return (step,) if step else (default, default / 10, default / 100)
 
 
 def _check_differences(

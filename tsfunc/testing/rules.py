@@ -139,16 +139,16 @@ def _check_types(
     def types(values: Sequence[torch.Tensor]) -> list[str]:
         return [f"{x.dtype} of shape {tuple(x.shape)}" for x in values]
 
-    own = func(*primals)
+    result = func(*primals)
     where = f"for arguments of {', '.join(types(primals))}: the types of "
     values, pullback = vjp(func, *primals)
-    _equal(f"{where}the value under reverse mode and of the function", values, own, types)
+    _equal(f"{where}the value under reverse mode and of the function", values, result, types)
     cts_in = pullback(tuple(torch.ones_like(x) for x in values))
     _equal(f"{where}the cotangents and of the arguments", cts_in, primals, types)
     duals = _forward(func, primals, [torch.ones_like(x) for x in primals])
     if duals is not None:
-        _equal(f"{where}the value under forward mode and of the function", duals[0], own, types)
-        _equal(f"{where}the tangents and of the results", duals[1], own, types)
+        _equal(f"{where}the value under forward mode and of the function", duals[0], result, types)
+        _equal(f"{where}the tangents and of the results", duals[1], result, types)
 
 
 def _equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
@@ -187,8 +187,8 @@ def _check_derivatives(
     before = func(*(x - eps * t for x, t in zip(primals, directions, strict=True)))
     quotient = tuple((a - b) / (2 * eps) for a, b in zip(after, before, strict=True))
     values, pullback = vjp(func, *primals)
-    own = func(*primals)
-    same(f"{where}the value under reverse mode and the function", values, own, rtol, atol)
+    result = func(*primals)
+    same(f"{where}the value under reverse mode and the function", values, result, rtol, atol)
     cts_in = pullback(tuple(cotangents))
     product = inner(cts_in, directions)
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
@@ -197,7 +197,7 @@ def _check_derivatives(
     if forward is None:
         return
     values, tangents_out = forward
-    same(f"{where}the value under forward mode and the function", values, own, rtol, atol)
+    same(f"{where}the value under forward mode and the function", values, result, rtol, atol)
     same(
         f"{where}forward mode, jvp(direction), and central differences",
         tangents_out,

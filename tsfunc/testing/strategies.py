@@ -165,7 +165,7 @@ def described(
     Args:
         sizes: the sizes of named dims; other sizes are drawn, one for each name.
     """
-    known = dict(sizes or {})
+    sizes_by_name = dict(sizes or {})
     assert descriptor.shape is not None and descriptor.dtype is not None
     shape = []
     for dim in descriptor.shape:
@@ -175,9 +175,9 @@ def described(
         elif isinstance(name, str):
             low, high = (dim.min, dim.max) if isinstance(dim, Dim) else (1, 6)
             upper = 6 if high is None else min(high, 6)
-            if name not in known:
-                known[name] = draw(st.integers(max(low or 0, 1), max(upper, low or 1)))
-            shape.append(known[name])
+            if name not in sizes_by_name:
+                sizes_by_name[name] = draw(st.integers(max(low or 0, 1), max(upper, low or 1)))
+            shape.append(sizes_by_name[name])
         else:
             shape.append(draw(st.integers(1, 4)))
     return draw(tensors([descriptor.dtype], shape=shape))

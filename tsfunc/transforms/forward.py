@@ -289,11 +289,11 @@ def _by_double_backward(
 
     Both pullbacks are recorded on fresh inputs, which no other transform differentiates by.
     """
-    positions: list[torch.Tensor] = []
+    fresh_inputs: list[torch.Tensor] = []
 
     def noted(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
-            positions.extend(x for x in pytrees.leaves_of(inputs) if isinstance(x, torch.Tensor))
+            fresh_inputs.extend(x for x in pytrees.leaves_of(inputs) if isinstance(x, torch.Tensor))
             return call(*inputs)
 
         return run
@@ -306,6 +306,6 @@ def _by_double_backward(
     (tangent,) = pushforward(pytrees.unflatten(spec, list(directions)))
     level = level_of((flat, directions))
     tangents_out = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
-    if not autograd.reaches_other_leaves(tangents_out, positions, level):
+    if not autograd.reaches_other_leaves(tangents_out, fresh_inputs, level):
         tangent = pytrees.tree_map(autograd.detached, tangent)
     return (out, tangent, *rest)

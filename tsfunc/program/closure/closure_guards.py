@@ -468,8 +468,8 @@ class ClosureGuards:
 
     def add_input(self, source: Source, value: Any) -> int:
         """Add a value to the inputs; return its index among them."""
-        for i, (known, _) in enumerate(self.inputs):
-            if known.path == source.path:
+        for i, (source_of_input, _) in enumerate(self.inputs):
+            if source_of_input.path == source.path:
                 return i
         self.inputs.append((source, value))
         return len(self.inputs) - 1
@@ -514,8 +514,8 @@ class ClosureGuards:
             lazy: True if the function is compiled at its first call, which may never happen.
         """
         code, inputs = self._code(now, lines, objects)
-        given = "".join(f"{name}, " for name in inputs)
-        return compile_guard("args", code.lines, f"({given})", code.scope, lazy)
+        results = "".join(f"{name}, " for name in inputs)
+        return compile_guard("args", code.lines, f"({results})", code.scope, lazy)
 
     def entry_code(
         self, now: tuple[Any, ...], opening: Sequence[str], lines: Sequence[str],
@@ -527,8 +527,8 @@ class ClosureGuards:
             opening: lines that flatten ``args, kwargs`` to ``args``.
         """
         code, inputs = self._code(now, [*opening, *lines], objects)
-        given = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"
-        return compile_guard("args, kwargs", code.lines, given, code.scope)
+        results = f"[{', '.join(['*args', *inputs])}]" if inputs else "args"
+        return compile_guard("args, kwargs", code.lines, results, code.scope)
 
     def _code(
         self, now: tuple[Any, ...], lines: Sequence[str], objects: Mapping[str, Any]

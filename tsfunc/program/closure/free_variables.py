@@ -316,7 +316,7 @@ class FreeVariables:
         Returns:
             True if there were any.
         """
-        kept = False
+        is_used = False
         for variable, elements in self._counters:
             value = variable.read()
             if isinstance(value, Tracer):
@@ -325,8 +325,8 @@ class FreeVariables:
                 restore(ContainerSnapshot(value, elements, variable.source))
             else:
                 continue
-            kept = True
-        return kept
+            is_used = True
+        return is_used
 
     def _of_object(self, owner: Any, name: str, text: str) -> None:
         """Guard the names of functions and classes, and attributes that tensors lack."""

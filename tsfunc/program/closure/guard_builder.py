@@ -157,12 +157,12 @@ class ClosureNumbers:
             self._symbols[text] = self.symbol(varying)
         return self._symbols[text]
 
-    def replace_in(self, container: Any, key: Any, made: Callable[[], Any]) -> None:
+    def replace_in(self, container: Any, key: Any, make: Callable[[], Any]) -> None:
         """Replace an element of a container from the start of the trace, by one with symbols."""
         if self.symbol is None:
-            self._waiting.append((container, key, made))
+            self._waiting.append((container, key, make))
             return
-        before, container[key] = container[key], made()
+        before, container[key] = container[key], make()
         self._replaced.append((container, key, container[key], before))
 
     def start(self, symbol: Callable[[ClosureNumber], Any]) -> None:
@@ -211,10 +211,10 @@ def viewed_state(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, types.MappingProxyType):
         return "dict({})", dict(value)
     if isinstance(value, enum.Enum):
-        own = vars(value)
-        if own.keys() <= _OF_MEMBERS:
-            return "{}._value_", own["_value_"]
-        return "{}.__dict__", dict(own)
+        attributes = vars(value)
+        if attributes.keys() <= _OF_MEMBERS:
+            return "{}._value_", attributes["_value_"]
+        return "{}.__dict__", dict(attributes)
     if isinstance(value, contextvars.ContextVar):
         return "{}.get(...)", value.get(...)
     if isinstance(value, _BYTES):
@@ -298,15 +298,15 @@ class GuardBuilder:
 
     def source_of(self, value: Any) -> Source | None:
         """Return the source of an object that the trace has met, or None."""
-        known = self._known.get(id(value))
-        return None if known is None else known[1]
+        entry = self._known.get(id(value))
+        return None if entry is None else entry[1]
 
     @property
     def closure_tensors(self) -> dict[int, torch.Tensor]:
         """The tensors that belong to the function itself, by id."""
-        known = self._known.items()
+        entries = self._known.items()
         return {
-            i: x for i, (x, source) in known if source.in_closure and isinstance(x, torch.Tensor)
+            i: x for i, (x, source) in entries if source.in_closure and isinstance(x, torch.Tensor)
         }
 
     def placeholder_of(self, value: Any) -> Any:
@@ -315,8 +315,8 @@ class GuardBuilder:
         The result is an ``InputRef`` for an argument or a guarded object, and None for an object
         that is not from outside. A frozen object (``closure="freeze"``) is returned unchanged.
         """
-        for i, given in enumerate(self.arguments):
-            if given is value:
+        for i, argument in enumerate(self.arguments):
+            if argument is value:
                 return InputRef(i)
         source = self.source_of(value)
         if source is None:
@@ -328,15 +328,15 @@ class GuardBuilder:
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its source."""
-        known = self._known.get(id(value))
+        entry = self._known.get(id(value))
         guards = self.guards_of(source.in_closure)
         if guards is self.closure_guards:
             self.read.setdefault(source.text, value)
-        if known is not None:
-            if guards is not self.guards_of(known[1].in_closure):
+        if entry is not None:
+            if guards is not self.guards_of(entry[1].in_closure):
                 guards.add(SameObject(source, value))
-            elif source.path != known[1].path:
-                guards.add(SameObjectAs(source, known[1]))
+            elif source.path != entry[1].path:
+                guards.add(SameObjectAs(source, entry[1]))
         elif isinstance(value, torch.Tensor):
             self._tensor(value, source)
         elif type(value) is float or (
@@ -348,14 +348,14 @@ class GuardBuilder:
 
     def make_input(self, value: torch.Tensor) -> None:
         """Turn a tensor of the function into an input, since the function itself replaces it."""
-        known = self._known.get(id(value))
+        entry = self._known.get(id(value))
         if (
-            known is not None
-            and known[1].in_closure
+            entry is not None
+            and entry[1].in_closure
             and not any(value is x for x, _ in self.inputs)
         ):
-            self._closure_guards.make_input(known[1], value)
-            self.inputs.append((value, known[1]))
+            self._closure_guards.make_input(entry[1], value)
+            self.inputs.append((value, entry[1]))
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
         """Return the ``.grad`` of a closed-over tensor, and guard it; a tensor is an input."""

@@ -235,8 +235,8 @@ def _built(value: Any, scope: Scope) -> str | None:
         return f"results[{value}]"
     if kind is dict:
         parts = [(_key_text(key, scope), _built(item, scope)) for key, item in value.items()]
-        known = all(item is not None for _, item in parts)
-        return f"{{{', '.join(f'{key}: {item}' for key, item in parts)}}}" if known else None
+        is_spelled = all(item is not None for _, item in parts)
+        return f"{{{', '.join(f'{key}: {item}' for key, item in parts)}}}" if is_spelled else None
     if kind not in (tuple, list):
         return None
     items = [_built(item, scope) for item in value]
@@ -275,12 +275,12 @@ def compile_guard(
 
     if not lazy:
         return make()
-    made: list[Any] = []
+    compiled: list[Any] = []
 
     def closure_guard(*args: Any) -> Any:
-        if not made:
-            made.append(make())
-        return made[0](*args)
+        if not compiled:
+            compiled.append(make())
+        return compiled[0](*args)
 
     return closure_guard
 
@@ -379,15 +379,15 @@ class GuardCode:
 
     def variable(self, source: Source) -> str:
         """Return the variable of a value; its binding is added to the lines."""
-        known = self._variables.get(source.path)
-        if known is None and source.base is None and source.key is not NO_KEY:
-            known = self._variables[source.path] = self.name(source.key)
-        elif known is None:
+        variable = self._variables.get(source.path)
+        if variable is None and source.base is None and source.key is not NO_KEY:
+            variable = self._variables[source.path] = self.name(source.key)
+        elif variable is None:
             base = "" if source.base is None else self.variable(source.base)
             item = "" if source.key is NO_KEY else f"[{self.name(source.key)}]"
-            known = self._variables[source.path] = self.scope.unused("value")
-            self.lines.append(f"{known} = {source.step.replace('{}', base, 1)}{item}")
-        return known
+            variable = self._variables[source.path] = self.scope.unused("value")
+            self.lines.append(f"{variable} = {source.step.replace('{}', base, 1)}{item}")
+        return variable
 
     def add(self, guards: Sequence[Guard]) -> None:
         """Add the lines of guards of one class."""
@@ -504,9 +504,11 @@ class Guards(tuple[Guard, ...]):
             guards: the guards.
             name: returns the user's spelling of an argument.
         """
-        made = cls(guards)
-        made.texts = GuardTexts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
-        return made
+        with_texts = cls(guards)
+        with_texts.texts = GuardTexts(
+            dict.fromkeys(line for guard in with_texts for line in guard.texts(name))
+        )
+        return with_texts
 
     def __str__(self) -> str:
         return str(self.texts)

@@ -281,8 +281,8 @@ class ConstructedObject:
         self.kind, self.keys, self.names, self.children = kind, keys, names, children
 
 
-def _parts(made: ConstructedObject) -> tuple[Sequence[Any], Any]:
-    return made.children, (made.kind, made.keys, made.names)
+def _parts(constructed: ConstructedObject) -> tuple[Sequence[Any], Any]:
+    return constructed.children, (constructed.kind, constructed.keys, constructed.names)
 
 
 def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Sequence[Any]) -> Any:
@@ -493,8 +493,10 @@ def state_names(
     """
     module = func if isinstance(func, torch.nn.Module) else getattr(func, "__self__", None)
     if not isinstance(module, torch.nn.Module):
-        known = {id(x): _dotted(text) for text, x in read.items() if isinstance(x, torch.Tensor)}
-        return ModuleState(None, _named(lifted, known))
+        names_of_tensors = {
+            id(x): _dotted(text) for text, x in read.items() if isinstance(x, torch.Tensor)
+        }
+        return ModuleState(None, _named(lifted, names_of_tensors))
     tensors = dict(_state(module))
     inputs = {first + i: tensors[id(x)] for i, x in enumerate(values) if id(x) in tensors}
     prefixes: dict[int, str] = {}
@@ -505,13 +507,13 @@ def state_names(
         owner = values[update.owner - first]
         if update.buffer is not None and id(owner) in prefixes:
             assigned[i] = prefixes[id(owner)] + update.buffer
-    own = {
+    names = {
         id(value): prefixes[id(submodule)] + name
         for submodule in module.modules()
         for name, value in vars(submodule).items()
         if isinstance(value, torch.Tensor) and id(value) not in tensors
     }
-    return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, own))
+    return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, names))
 
 
 def names_in_source(
@@ -547,8 +549,12 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
     return ((id(tensor), name) for name, tensor in named)
 
 
-def _named(lifted: Mapping[str, torch.Tensor], known: Mapping[int, str]) -> dict[str, str]:
-    return {name: known[id(x)] for name, x in lifted.items() if id(x) in known}
+def _named(
+    lifted: Mapping[str, torch.Tensor], names_of_tensors: Mapping[int, str]
+) -> dict[str, str]:
+    return {
+        name: names_of_tensors[id(x)] for name, x in lifted.items() if id(x) in names_of_tensors
+    }
 
 
 def _dotted(text: str) -> str:

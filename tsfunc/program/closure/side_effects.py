@@ -535,7 +535,7 @@ def _is_iteration(error: Exception) -> bool:
 def check_containers(
     label: str,
     func: Callable[..., Any],
-    given: tuple[Sequence[Any], Mapping[str, Any]],
+    arguments: tuple[Sequence[Any], Mapping[str, Any]],
     leaves: Sequence[Any],
     tree: optree.PyTreeSpec,
 ) -> None:
@@ -544,10 +544,10 @@ def check_containers(
     Raises:
         TypeCheckError: the function did so.
     """
-    now, structure = pytrees.flatten(given)
+    now, structure = pytrees.flatten(arguments)
     if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
         return
-    args, kwargs = given
+    args, kwargs = arguments
     args_before, kwargs_before = pytrees.unflatten(tree, leaves)
     pairs = [(str(i), args_before[i], value) for i, value in enumerate(args)]
     pairs += [(name, kwargs_before[name], value) for name, value in kwargs.items()]

@@ -239,16 +239,16 @@ def ordered(
     if surplus is None or not holds_at(surplus >= 0, sizes):
         return None
     extra = next(name for name in _extra_names() if name not in {*dims, *sizes})
-    known = {**dims, extra: Dim(extra)}
+    dims_with_extra = {**dims, extra: Dim(extra)}
     for name in names:
         least = Symbol(name) - surplus
         value = least + Symbol(extra)
         if Symbol(name) in least.free_symbols or as_dim_spec(value) is None:
             continue
-        others = _with_larger_minima(least, dims[name], known, sizes)
+        others = _with_larger_minima(least, dims[name], dims_with_extra, sizes)
         if others is not None:
             size = int(surplus.subs({Symbol(other): sizes[other] for other in names}))
-            return Solution(name, value, [*others, known[extra]], {extra: size})
+            return Solution(name, value, [*others, dims_with_extra[extra]], {extra: size})
     return None
 
 
@@ -417,8 +417,8 @@ class _Suggestion:
         self._bound(*solution.others)
         self.sizes.update(solution.sizes)
         self._solve(solution.name, solution.value)
-        own = dim_constraints(self.dims[solution.name])
-        for constraint in (*self._is_size(solution.value), *own):
+        constraints = dim_constraints(self.dims[solution.name])
+        for constraint in (*self._is_size(solution.value), *constraints):
             if not self.satisfy(constraint) and not self._satisfy_above_call(constraint):
                 self.satisfy_or_open(constraint)
         return True

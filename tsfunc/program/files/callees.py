@@ -174,11 +174,11 @@ class CalleeWriter:
         self._kept: list[Any] = []
         self._depth = 0
 
-    def number(self, key: Any, kept: Any, make: Callable[[], TracedCallee]) -> int:
+    def number(self, key: Any, kept_alive: Any, make: Callable[[], TracedCallee]) -> int:
         """Return the index of a function in the list.
 
         Args:
-            kept: an object that has to live as long as the ids in the key.
+            kept_alive: an object that has to live as long as the ids in the key.
             make: makes the function if it is new.
 
         Raises:
@@ -192,7 +192,7 @@ class CalleeWriter:
                 "that calls its own function must not do so with other numbers or sizes each time)"
             )
         number = self._numbers[key] = len(self.entries)
-        self._kept.append(kept)
+        self._kept.append(kept_alive)
         self.entries.append(None)
         self._depth += 1
         try:
@@ -280,14 +280,14 @@ class CalleeReader:
         refusal = field.at("refusal")
         callee.refusal = None if refusal.value is None else refusal.line()
         indices = field.at("indices").record(*callee.index_names)
-        for name, given in zip(callee.index_names, indices, strict=True):
-            numbers = [at.integer(0, 2 * _MOST_OPERANDS) for at in given.items()]
+        for name, index in zip(callee.index_names, indices, strict=True):
+            numbers = [at.integer(0, 2 * _MOST_OPERANDS) for at in index.items()]
             setattr(callee, name, numbers)
         parts = field.at("parts").record(*callee.part_names)
-        for name, given in zip(callee.part_names, parts, strict=True):
-            setattr(callee, name, self._part(given, callee, name))
-        for name, given in zip(callee.index_names, indices, strict=True):
-            for at in given.items():
+        for name, part in zip(callee.part_names, parts, strict=True):
+            setattr(callee, name, self._part(part, callee, name))
+        for name, index in zip(callee.index_names, indices, strict=True):
+            for at in index.items():
                 at.integer(0, callee.limits()[name] - 1)
 
     def _part(self, field: Field, callee: TracedCallee, name: str) -> CalleeGraph | None:
@@ -303,18 +303,18 @@ class CalleeReader:
         return part
 
 
-def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0) -> int:
+def _depth(callee: TracedCallee, depths: dict[TracedCallee, int], around: int = 0) -> int:
     """Return the depth of the calls of functions by the first parts of functions.
 
     Args:
-        known: the depths of functions that have been computed.
+        depths: the depths of functions that have been computed.
         around: the number of functions around this one; beyond the limit it is not examined.
     """
-    if callee not in known:
-        known[callee] = _DEEPEST + 1  # the depth of a function that calls itself
+    if callee not in depths:
+        depths[callee] = _DEEPEST + 1  # the depth of a function that calls itself
         if around <= _DEEPEST:
             targets = (node.target for node in every_node(callee.parts[0].graph))
             called = [inner for x in targets if (inner := getattr(x, "callee", None)) is not None]
-            inside = (_depth(callee, known, around + 1) for callee in called)
-            known[callee] = 1 + max(inside, default=0)
-    return known[callee]
+            inside = (_depth(callee, depths, around + 1) for callee in called)
+            depths[callee] = 1 + max(inside, default=0)
+    return depths[callee]

@@ -292,9 +292,9 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     facts: dict[str, Any] = {}
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        known = encode_type(value, names)
-        if known is not None:
-            facts["type"] = known
+        encoded = encode_type(value, names)
+        if encoded is not None:
+            facts["type"] = encoded
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
@@ -377,9 +377,9 @@ class GraphReader:
         self._read_facts(field, node)
 
     def _read_facts(self, field: Field, node: torch.fx.Node) -> None:
-        known = field.get("type")
-        if known is not None:
-            self._types.read(known, node)
+        type_field = field.get("type")
+        if type_field is not None:
+            self._types.read(type_field, node)
         number = field.get("number")
         if number is not None:
             self._types.read_number(number, node)
@@ -446,10 +446,10 @@ class NodeKind:
 def _encode_input(node: torch.fx.Node, writer: GraphWriter) -> dict[str, Any] | None:
     if node.op != "placeholder" and node not in writer.state:
         return None
-    known = node.meta.get("value_type")  # the metadata of a node that was read from a file
-    if known is None:
-        known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
-    return {"input": str(known)}
+    stored_type = node.meta.get("value_type")  # the metadata of a node that was read from a file
+    if stored_type is None:
+        stored_type = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+    return {"input": str(stored_type)}
 
 
 def _decode_input(reader: GraphReader, field: Field, name: str) -> tuple[ValueType, torch.fx.Node]:

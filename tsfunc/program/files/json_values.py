@@ -264,10 +264,10 @@ def _encode(value: Any) -> Any:
         return {"deque": [value.maxlen, [_encode(item) for item in value]]}
     if optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind):
         return {"class": class_name(kind), "children": [_encode(item) for item in value]}
-    kept = pytrees.parts_of_dataclass(value)
-    if kept is None:
+    parts = pytrees.parts_of_dataclass(value)
+    if parts is None:
         raise NoFileForm(f"a container of class {class_name(kind)}")
-    children, data = kept
+    children, data = parts
     return {
         "class": class_name(kind),
         "children": [[name, _encode(child)] for name, child in children.items()],
@@ -324,10 +324,10 @@ class Trees:
             key_field, child = pair.items(2)
             key = self._values.decode(key_field)
             try:
-                known = key in children
+                is_child = key in children
             except TypeError:
-                known = True
-            if known:
+                is_child = True
+            if is_child:
                 key_field.expected("another key")
             children[key] = self._decode(child)
         return children
@@ -346,12 +346,12 @@ class Trees:
         for pair in children.items():
             name, child = pair.items(2)
             parts[_attribute(name)] = self._decode(child)
-        kept = {}
+        attributes = {}
         for pair in data.items():
             name, value = pair.items(2)
-            kept[_attribute(name)] = self._values.decode(value)
-        made = pytrees.dataclass_of_parts(cls, parts, kept)
-        return field.fail(f"{cls.__name__} is not a container") if made is None else made
+            attributes[_attribute(name)] = self._values.decode(value)
+        instance = pytrees.dataclass_of_parts(cls, parts, attributes)
+        return field.fail(f"{cls.__name__} is not a container") if instance is None else instance
 
     def class_of(self, field: Field) -> Any:
         name = field.text()

@@ -125,15 +125,15 @@ def misfit(
 ) -> str | None:
     """Return the mismatch between a call and an operator's schema; None if they match."""
     try:
-        given = {argument.name: value for argument, value in signature.bind(args, kwargs)}
+        arguments = {argument.name: value for argument, value in signature.bind(args, kwargs)}
     except TypeError as error:
         return str(error)
     for argument in signature.arguments:
-        if argument.name not in given:
+        if argument.name not in arguments:
             if argument.required:
                 return f"{signature.name}: expected an argument {argument.name}, got none"
             continue
-        value = given[argument.name]
+        value = arguments[argument.name]
         single = argument.count and argument.type.rstrip("?").endswith("[]")
         if single and not isinstance(value, list | tuple) and value is not None:
             value = [value]
@@ -216,17 +216,17 @@ _KINDS_OF_NUMBERS = {"int": int, "float": float}
 
 def encode_display_meta(node: torch.fx.Node) -> Any | None:
     """Return the displayed properties of a value as JSON, if ``encode_type`` can't write it."""
-    known = properties_of_node(node)
-    if known is None:
+    properties = properties_of_node(node)
+    if properties is None:
         return None
-    if isinstance(known.dtype, type):
-        return {"number": known.dtype.__name__, "text": printable(known.expression or "")}
-    if known.layout is not torch.strided:
+    if isinstance(properties.dtype, type):
+        return {"number": properties.dtype.__name__, "text": printable(properties.expression or "")}
+    if properties.layout is not torch.strided:
         return None
     return {
-        "dtype": plain_name(known.dtype),
-        "shape": [dim if isinstance(dim, int) else printable(dim) for dim in known.shape],
-        "device": str(known.device),
+        "dtype": plain_name(properties.dtype),
+        "shape": [dim if isinstance(dim, int) else printable(dim) for dim in properties.shape],
+        "device": str(properties.device),
     }
 
 

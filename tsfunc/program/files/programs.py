@@ -99,8 +99,8 @@ def storable(call_spec: CallSpec) -> CallSpec:
     if all(guard.is_storable(names) for guard in call_spec.trace_guards):
         return call_spec
     fixed = [guard.for_fixed_numbers() for guard in call_spec.trace_guards]
-    kept = tuple(guard for guard in fixed if guard is not None)
-    return dataclasses.replace(call_spec, trace_guards=kept, numbers=())
+    guards = tuple(guard for guard in fixed if guard is not None)
+    return dataclasses.replace(call_spec, trace_guards=guards, numbers=())
 
 
 def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
@@ -176,11 +176,11 @@ def _setting(setting: Setting, field: Field) -> Any:
 def _require_sizes(field: Field, inputs: Sequence[InputSpec], named_dims: Collection[str]) -> None:
     """Check that the sizes of the tensors determine those of the named dims."""
     try:
-        known = sizes_of_call(inputs)
+        sizes = sizes_of_call(inputs)
     except (AssertionError, ArithmeticError):
-        known = {}
+        sizes = {}
     for name in named_dims:
-        if name not in known:
+        if name not in sizes:
             field.fail(f"no tensor tells the size of {name[:40]}")
 
 
@@ -355,11 +355,11 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
         source, run = generate(name, graph, inputs, reader.lifted, state.updates)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         graph_field.fail(f"no code can be made of it: {error}")
-    known = frozenset(constant.text() for constant in constants.items())
-    if not known <= reader.lifted.keys():
+    constant_names = frozenset(constant.text() for constant in constants.items())
+    if not constant_names <= reader.lifted.keys():
         constants.fail("there are others than tensors of the program")
     return ProgramData(
-        name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
+        name, graph, inputs, reader.lifted, tree, source, run, constant_names, state.updates,
         closure_guards=state.closure_guards,
     )  # fmt: skip
 

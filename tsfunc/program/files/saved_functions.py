@@ -331,9 +331,9 @@ def _read_calls(field: Field, count: int, call_specs: CallSpecReader) -> list[_C
 
 def _count_of_programs(archive: Archive) -> int:
     """Return the number of programs; check that there are no unknown entries."""
-    known = {"format.json", "function.json", "tensors.json", "tensors.safetensors"}
-    count = (len(archive.names()) - len(known)) // 2
-    expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
+    files = {"format.json", "function.json", "tensors.json", "tensors.safetensors"}
+    count = (len(archive.names()) - len(files)) // 2
+    expected = files | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
     for name in archive.names():
         if name not in expected:
             raise FileFormatError(
@@ -354,17 +354,17 @@ def _read_answers(
     for call in calls_read:
         # A program was made for its call with the most named dims; its other calls are special
         # cases.
-        own = made_for.setdefault(call.program, call)
-        if len(call.call_spec.named_dims) > len(own.call_spec.named_dims):
+        first_call = made_for.setdefault(call.program, call)
+        if len(call.call_spec.named_dims) > len(first_call.call_spec.named_dims):
             made_for[call.program] = call
     if len(made_for) < count:
         calls.fail("there are programs that serve no call")
     programs = []
     for i in range(count):
         archive.read(f"programs/{i}.py")  # checks the checksum; the entry is not used
-        own = made_for[i]
-        program = decode_program(archive.json(f"programs/{i}.json"), context, own.call_spec)
-        programs.append(_of_call_spec(own.field, program, own.call_spec, signature))
+        first_call = made_for[i]
+        program = decode_program(archive.json(f"programs/{i}.json"), context, first_call.call_spec)
+        programs.append(_of_call_spec(first_call.field, program, first_call.call_spec, signature))
     return tuple(
         _answer(call.field, programs[call.program], call.call_spec, call.reason)
         for call in calls_read
@@ -391,14 +391,14 @@ def _of_call_spec(
 
 def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str) -> SavedProgram:
     count = len(call_spec.leaves)
-    given = [at for at in program.inputs if at < count]
+    arguments = [at for at in program.inputs if at < count]
     last = count + _reads(program)
-    read = list(program.inputs[len(given) :])
+    read = list(program.inputs[len(arguments) :])
     if read != list(range(count, last)) or any(update.owner != last for update in program.updates):
         field.fail("its program has inputs that the call does not have")
     tensors = {spec.position for spec in call_spec.inputs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    for node, at in zip(placeholders, given, strict=False):
+    for node, at in zip(placeholders, arguments, strict=False):
         # A number is an input if its descriptor is its type; the call is guarded on its value.
         is_number = node.meta.get("value_type") == NUMBER
         number = is_number and type(call_spec.leaves[at]) in (int, float)

@@ -53,12 +53,12 @@ class TensorWriter:
         Raises:
             NoFileForm: a file can't hold a tensor of this type or layout.
         """
-        known = self._names.get(id(tensor))
-        if known is None:
+        name = self._names.get(id(tensor))
+        if name is None:
             _require_plain(tensor)
-            known = self._names[id(tensor)] = f"t{len(self._names)}"
-            self._tensors[known] = tensor
-        return known
+            name = self._names[id(tensor)] = f"t{len(self._names)}"
+            self._tensors[name] = tensor
+        return name
 
     def generator(self, generator: torch.Generator) -> str:
         """Return the name of the tensor with the current state of a generator."""
@@ -185,11 +185,11 @@ class TensorReader:
         key = field.text(), device
         if key not in self._generators:
             try:
-                made = torch.Generator(device)
-                made.set_state(self.tensor(field).cpu())
+                generator = torch.Generator(device)
+                generator.set_state(self.tensor(field).cpu())
             except (RuntimeError, TypeError) as error:
                 field.fail(f"not the state of a generator of {device}: {error}")
-            self._generators[key] = made
+            self._generators[key] = generator
         return self._generators[key]
 
     def _make(self, record: Field) -> torch.Tensor:

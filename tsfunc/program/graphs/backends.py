@@ -214,8 +214,8 @@ class Compiled:
         """Run the graph as it was traced, on the tensors of a call of the compiled module."""
         module, kept = self._traced
         left = iter(tensors)
-        known = set(self._tensors)
-        inputs = [next(left) if i in known else values[i] for i in self._program.inputs]
+        lifted_names = set(self._tensors)
+        inputs = [next(left) if i in lifted_names else values[i] for i in self._program.inputs]
         results = module(*inputs, *itertools.islice(left, len(self._lifted)))
         return [results[i] for i in kept]
 
@@ -396,14 +396,14 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     A program may be compiled for such inputs: a program that writes into its inputs runs as Python
     if they share memory.
     """
-    known: set[int] = set()
+    seen: set[int] = set()
     samples = []
     for x in tensors:
         if x.layout is torch.strided and not x.is_conj() and not x.is_neg():
             memory = storage_address(x)
-            if memory in known:
+            if memory in seen:
                 x = _with_own_memory(x).requires_grad_(x.requires_grad)
-            known.add(memory)
+            seen.add(memory)
         samples.append(x)
     return samples
 

@@ -333,10 +333,10 @@ def _lines(
     lifted: Mapping[str, torch.Tensor],
     updates: Sequence[Update] = (),
 ) -> Iterator[str]:
-    known = properties_of(graph)
+    properties = properties_of(graph)
     for node in graph.nodes:
         if node.op == "get_attr":
-            yield f"# {node.target}: {known[node.name]}"
+            yield f"# {node.target}: {properties[node.name]}"
     last = ""
     for statement in statements(graph, inputs, scope_of(name, graph, lifted), updates):
         node = statement.node
@@ -345,7 +345,9 @@ def _lines(
             last = line_of(location)
             indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
             yield f"{indent}# {last}"
-        comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
+        comment = (
+            f"  # {properties[node.name]}" if node is not None and node.name in properties else ""
+        )
         yield statement.text + comment
 
 

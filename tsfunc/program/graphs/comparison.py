@@ -198,10 +198,10 @@ class _Matching:
             if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
                 self.values[node] = self.symbolic.tensor(node)
             elif is_computable(node):
-                known = {argument: self._known(argument) for argument in node.all_input_nodes}
-                if any(value is None for value in known.values()):
+                values = {argument: self._known(argument) for argument in node.all_input_nodes}
+                if any(value is None for value in values.values()):
                     return None
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 try:
                     self.values[node] = node.meta["op"].overload(*args, **kwargs)
                 except Exception:  # the operator does not accept such sizes
@@ -224,10 +224,12 @@ def _inputs_without_numbers(body: Body, places: Sequence[int | None]) -> tuple[i
     if None not in places:
         return body.inputs
     nodes = [node for node in body.graph.nodes if node.op == "placeholder"]
-    known = [places[i] if i < len(places) else None for i in body.inputs]
-    if any(p is None and "value" not in node.meta for p, node in zip(known, nodes, strict=True)):
+    input_places = [places[i] if i < len(places) else None for i in body.inputs]
+    if any(
+        p is None and "value" not in node.meta for p, node in zip(input_places, nodes, strict=True)
+    ):
         return None
-    return tuple(place for place in known if place is not None)
+    return tuple(place for place in input_places if place is not None)
 
 
 def _attributes(op: ControlFlow) -> dict[str, Any]:

@@ -84,17 +84,17 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
         The indices of entries of the result, and for each an index of an entry of the input; an
         integer tensor of shape [2, pairs].
     """
-    known: dict[torch.fx.Node, Any] = {}
-    given = iter(inputs)
+    patterns: dict[torch.fx.Node, Any] = {}
+    patterns_of_inputs = iter(inputs)
     writes = any(_writes(node) for node in graph.nodes)
     for node in graph.nodes:
         if node.op == "placeholder":
-            value = next(given)
-            first = not known
-            known[node] = _Value(value, _identity(value) if first else None, first)
+            value = next(patterns_of_inputs)
+            first = not patterns
+            patterns[node] = _Value(value, _identity(value) if first else None, first)
         elif node.op == "output":
             (out,) = node.args[0]
-            known_value = known.get(out)
+            known_value = patterns.get(out)
             if writes and known_value is not None:  # the pattern of a written value is unknown
                 return _all(known_value.value.numel(), torch.arange(inputs[0].numel()))
             none = torch.zeros(2, 0, dtype=torch.long)
@@ -102,9 +102,9 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
                 none if known_value is None or known_value.pattern is None else known_value.pattern
             )
         elif node.target is operator.getitem:
-            known[node] = known[node.args[0]][node.args[1]]
+            patterns[node] = patterns[node.args[0]][node.args[1]]
         else:
-            known[node] = _called(node, known)
+            patterns[node] = _called(node, patterns)
     raise AssertionError("a graph without an output")
 
 
@@ -131,9 +131,11 @@ def _writes(node: torch.fx.Node) -> bool:
     return op is not None and bool(op.written)
 
 
-def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
+def _called(node: torch.fx.Node, patterns: Mapping[torch.fx.Node, Any]) -> Any:
     leaves, tree = pytrees.flatten((node.args, node.kwargs))
-    values = [known[x] if isinstance(x, torch.fx.Node) else _Value(x, None, False) for x in leaves]
+    values = [
+        patterns[x] if isinstance(x, torch.fx.Node) else _Value(x, None, False) for x in leaves
+    ]
     call = _OperatorCall(node.target, tree, values)
     outs = call.run([x.value for x in values])
     varies = any(x.varies for x in values)
@@ -158,10 +160,10 @@ class _OperatorCall:
         args, kwargs = pytrees.unflatten(self.tree, values)
         return self.target(*args, **kwargs)
 
-    def with_tensors(self, made: Callable[[int, _Value], Any], position: int) -> Any:
+    def with_tensors(self, make: Callable[[int, _Value], Any], position: int) -> Any:
         """Return one result of the call with other tensors as its arguments."""
         outs = self.run([
-            made(i, x) if isinstance(x.value, torch.Tensor) else x.value
+            make(i, x) if isinstance(x.value, torch.Tensor) else x.value
             for i, x in enumerate(self.values)
         ])  # fmt: skip
         return outs[position] if isinstance(outs, list | tuple) else outs
@@ -174,11 +176,11 @@ class _OperatorCall:
         for i in self.by:
             pattern = self.values[i].pattern
             assert pattern is not None
-            own = self.local(i, position, out)
+            local = self.local(i, position, out)
             parts.append(
                 _all(out.numel(), pattern[1].unique())
-                if own is None
-                else _joined(own, pattern, self.values[i].value.numel())
+                if local is None
+                else _joined(local, pattern, self.values[i].value.numel())
             )
         return torch.cat(parts, 1).unique(dim=1)
 
@@ -262,13 +264,13 @@ class _OperatorCall:
 
     def reduced(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
-        kept = []
+        kept_dims = []
         for d, size in enumerate(x.shape):
             spoiled = self._spoiled(i, position, (slice(None),) * d + (0,))
             if not spoiled.any():
                 return None
-            kept.append(1 if spoiled.all() else size)
-        numbers = _numbers_of(kept)
+            kept_dims.append(1 if spoiled.all() else size)
+        numbers = _numbers_of(kept_dims)
         if numbers.numel() != spoiled.numel():
             return None
         rows = numbers.expand(x.shape).reshape(-1)
@@ -305,12 +307,12 @@ def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:
     return torch.cartesian_prod(torch.arange(rows), columns).T.reshape(2, -1)
 
 
-def _joined(own: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
+def _joined(local: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
     """Return the pairs of a result's and the input's entries, via ``size`` entries in between."""
     pattern = pattern[:, pattern[0].argsort(stable=True)]
     counts = torch.bincount(pattern[0], minlength=size)
     starts = counts.cumsum(0) - counts
-    many = counts[own[1]]
-    rows = own[0].repeat_interleave(many)
+    many = counts[local[1]]
+    rows = local[0].repeat_interleave(many)
     within = torch.arange(len(rows)) - (many.cumsum(0) - many).repeat_interleave(many)
-    return torch.stack([rows, pattern[1][starts[own[1]].repeat_interleave(many) + within]])
+    return torch.stack([rows, pattern[1][starts[local[1]].repeat_interleave(many) + within]])

@@ -92,8 +92,8 @@ class _Maker:
                 return tuple(self.value(c, f"{path}[{i}]") for i, c in enumerate(elements))
             case TSPytree(kind, entries, children):
                 pairs = zip(entries, children, strict=True)
-                made = {e: self.value(c, path + entry_text(kind, e)) for e, c in pairs}
-                return _container(kind, made)
+                values = {e: self.value(c, path + entry_text(kind, e)) for e, c in pairs}
+                return _container(kind, values)
             case _:
                 raise DescriptorError(
                     f"{self.name}.lower: {path} is described as {descriptor}, which does not "

@@ -71,9 +71,9 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     # torch.export infers some relations only if they are not given.
     failed: Exception | None = None
     least = {name: max(2, dim.min or 0) for name, dim in call_spec.named_dims.items()}
-    for given in (True, True, False):
+    for with_expressions in (True, True, False):
         try:
-            shapes = _shapes(program, call_spec, names, given, least)
+            shapes = _shapes(program, call_spec, names, with_expressions, least)
             return exported_by_torch(module, args, kwargs, shapes)
         except Exception as error:
             failed = failed or error
@@ -109,8 +109,8 @@ def _sample(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     like = spec.sample
     shape = spec.shape(sizes)
     order = memory_order(like.shape, like.stride())
-    made = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
-    sample = permuted_back(made, order)
+    tensor = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
+    sample = permuted_back(tensor, order)
     return sample.requires_grad_() if like.requires_grad else sample
 
 
@@ -128,7 +128,7 @@ def _shapes(
     program: ProgramData,
     call_spec: CallSpec,
     names: Sequence[str],
-    given: bool,
+    with_expressions: bool,
     least: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the dynamic dims, and dynamic ints, in the form of torch.export.
@@ -136,7 +136,7 @@ def _shapes(
     Args:
         call_spec: the assumptions about its arguments.
         names: the positional parameters.
-        given: True if expressions are passed to torch.export; False if it infers them.
+        with_expressions: True if expressions are passed to torch.export; False if it infers them.
         least: the minimum size of each named dim.
     """
     dims = {name: _named(dim, least[name]) for name, dim in call_spec.named_dims.items()}
@@ -145,7 +145,9 @@ def _shapes(
         if position < len(shapes) and type(call_spec.leaves[position]) is int:
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in call_spec.inputs:
-        shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
+        shapes[spec.position] = {
+            i: _dim(dim, dims, with_expressions) for i, dim in enumerate(spec.dims)
+        }
     args, kwargs = pytrees.unflatten(call_spec.tree, [_ExportShape(shape) for shape in shapes])
     return {
         **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
@@ -182,13 +184,13 @@ def _named(dim: Dim, least: int) -> Any:
     return base if step == 1 else step * base
 
 
-def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
+def _dim(dim: Any, dims: Mapping[str, Any], with_expressions: bool) -> Any:
     """Return a dim in torch.export's form, which has linear expressions of one name only."""
     if isinstance(dim, Dim):
         return dims[dim.name]
     if not isinstance(dim, DimExpr):
         return torch.export.Dim.STATIC
-    line = _line(dim) if given else None
+    line = _line(dim) if with_expressions else None
     if line is None:
         return torch.export.Dim.AUTO
     name, factor, rest = line
@@ -260,12 +262,12 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
 
     A submodule or tensor with two names stays one object.
     """
-    made = {id(module): root}
+    copies = {id(module): root}
     for path, submodule in module.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
-        like = made.setdefault(id(submodule), torch.nn.Module())
+        like = copies.setdefault(id(submodule), torch.nn.Module())
         if path:
-            made[id(module.get_submodule(parent))].add_module(name, like)
+            copies[id(module.get_submodule(parent))].add_module(name, like)
         like.train(submodule.training)
         for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
             like.register_parameter(name, parameter)
@@ -341,15 +343,15 @@ def _assign(
     """
     if not program.state.assigned:
         return
-    own = list(values)
+    replaced = list(values)
     nodes: Any = program.graph.output_node().args[0]
     for i, node in enumerate(nodes):
         if isinstance(node, torch.fx.Node) and sources(node):
             if i < len(results):
                 results[i] = results[i].clone()
             else:
-                own[i - len(results)] = own[i - len(results)].detach().clone()
-    rest = iter(own)
+                replaced[i - len(results)] = replaced[i - len(results)].detach().clone()
+    rest = iter(replaced)
     for i, update in enumerate(program.updates):
         for value in [next(rest) for _ in update.slots()]:
             buffer = _at(root, program.state.assigned[i])

@@ -23,25 +23,25 @@ def graph_module(
         as_inputs: True if they become inputs instead, after the others.
     """
     root = torch.nn.Module()
-    made = torch.fx.Graph()
+    copy = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     outside = [node for node in graph.nodes if node.op == "get_attr"]
     for node in () if as_inputs else outside:
         _add(root, str(node.target), lifted[str(node.target)])
     for node in [*inputs, *(outside if as_inputs else ())]:
-        values[node] = made.placeholder(node.name)
+        values[node] = copy.placeholder(node.name)
         values[node].meta = dict(node.meta)
-    mode = _GradMode(made)
+    mode = _GradMode(copy)
     for node in graph.nodes:
         if node in values:
             continue
         if node.op != "get_attr":
             mode.switch(bool(node.meta.get("no_grad")))
-        values[node] = made.node_copy(node, values.__getitem__)
+        values[node] = copy.node_copy(node, values.__getitem__)
         values[node].meta = dict(node.meta)
-    name_generators(root, made)
-    return torch.fx.GraphModule(root, made, name)
+    name_generators(root, copy)
+    return torch.fx.GraphModule(root, copy, name)
 
 
 def name_generators(root: torch.nn.Module, graph: torch.fx.Graph) -> bool:

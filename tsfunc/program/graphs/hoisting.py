@@ -84,13 +84,13 @@ class Hoisted:
     """
 
     def __init__(
-        self, program: ProgramData, kept: Collection[int], count: int, compile: Compile
+        self, program: ProgramData, fixed: Collection[int], count: int, compile: Compile
     ) -> None:
         self._program, self._compile = program, compile
         self._lock = threading.Lock()
         self._runs: dict[ProgramData, Run] = {}
         self._stored: _Stored | None = None
-        self._parts = _divided(program, kept, count)
+        self._parts = _divided(program, fixed, count)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         if self._parts is not None:
@@ -134,7 +134,7 @@ def _is_valid(stored: _Stored, tensors: Sequence[torch.Tensor], counts: Sequence
 
 
 def _divided(
-    program: ProgramData, kept: Collection[int], count: int
+    program: ProgramData, fixed: Collection[int], count: int
 ) -> tuple[ProgramData, ProgramData, Sequence[int]] | None:
     """Return the two parts of a program, and the indices of the values that the first part reads.
 
@@ -147,7 +147,7 @@ def _divided(
     sources = {
         node
         for node in graph.nodes
-        if (node.op == "get_attr" or indices.get(node) in kept) and _is_fixed_tensor(node)
+        if (node.op == "get_attr" or indices.get(node) in fixed) and _is_fixed_tensor(node)
     }
     hoisted = _hoisted(graph, sources, aliases)
     results = [node for node in graph.nodes if node in hoisted and not hoisted >= set(node.users)]

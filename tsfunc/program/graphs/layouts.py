@@ -65,10 +65,10 @@ def _keep_layout(node: torch.fx.Node) -> None:
         back = sorted(range(len(order)), key=order.__getitem__)
         permute = _aten.permute.default
         calls = [(permute, [order]), *calls, (permute, [back])]
-    users, made = list(node.users), node
+    users, result = list(node.users), node
     with node.graph.inserting_before(node.next):
         for target, args in calls:
-            made = node.graph.call_function(target, (made, *args))
-            made.meta = {**node.meta, "op": operator_of(target)}
+            result = node.graph.call_function(target, (result, *args))
+            result.meta = {**node.meta, "op": operator_of(target)}
     for user in users:
-        user.replace_input_with(node, made)
+        user.replace_input_with(node, result)

@@ -271,9 +271,9 @@ class NumbersAsTensors:
                 self._refused.add(node)
             elif node.users:
                 remaining.append(node)
-                made = self._new_input(node.name)
-                made.meta = node.meta
-                node.replace_all_uses_with(made)
+                number = self._new_input(node.name)
+                number.meta = node.meta
+                node.replace_all_uses_with(number)
                 self._graph.erase_node(node)
             else:
                 self._graph.erase_node(node)
@@ -312,23 +312,23 @@ def _signature(node: torch.fx.Node) -> Any:
 
 def _origins(graph: torch.fx.Graph) -> _Origins:
     """Return the nodes that Python can compute before a call, each with the numbers it needs."""
-    known: _Origins = {}
+    origins: _Origins = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "placeholder" and _is_number(node):
-            known[node] = frozenset([node])
+            origins[node] = frozenset([node])
         elif node.target is _aten.sym_size.int and inputs[0].op == "placeholder":
-            known[node] = frozenset()
+            origins[node] = frozenset()
         elif (
             node.op == "call_function"
             and inputs
-            and all(x in known for x in inputs)
+            and all(x in origins for x in inputs)
             and node.target is not check_size
             and not hasattr(node.target, "overloadpacket")
             and "val" not in node.meta
         ):
-            known[node] = frozenset().union(*(known[x] for x in inputs))
-    return known
+            origins[node] = frozenset().union(*(origins[x] for x in inputs))
+    return origins
 
 
 def _computes_in(node: torch.fx.Node, value: torch.Tensor) -> torch.dtype:

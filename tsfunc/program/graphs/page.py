@@ -107,11 +107,11 @@ def _graph(
     facts: Facts, numbers: Iterator[int], inputs: Sequence[int] = (),
 ) -> Iterator[str]:  # fmt: skip
     """Yield a graph with its code, and the bodies in it."""
-    own = f"graph-{next(numbers)}"
+    identifier = f"graph-{next(numbers)}"
     lifted = {} if program is None else program.lifted
     updates = () if program is None else program.updates
     inputs = inputs if program is None else program.inputs
-    known = properties_of(graph)
+    properties = properties_of(graph)
     total = sum(times.values())
     nodes: dict[str, dict[str, Any]] = {}
     lines = []
@@ -125,7 +125,7 @@ def _graph(
         if location is not None and line_of(location) != last:
             last = line_of(location)
             lines.append(escape(f"# {last}"))
-        kind = str(known[node.name]) if node.name in known else ""
+        kind = str(properties[node.name]) if node.name in properties else ""
         lines.append(
             f'<span data-line="{escape(node.name)}">{escape(statement.text.rstrip())}'
             f"{escape('  # ' + kind) if kind else ''}</span>"
@@ -141,7 +141,7 @@ def _graph(
         nodes[node.name] = entry
     for node in graph.nodes:
         if node.op == "get_attr":
-            nodes[node.name] = {"read at every call": node.name, "type": str(known[node.name])}
+            nodes[node.name] = {"read at every call": node.name, "type": str(properties[node.name])}
     bodies = ""
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
@@ -155,8 +155,8 @@ def _graph(
                 )
             if ids:
                 nodes.setdefault(node.name, {})["bodies"] = ids
-    facts[own] = nodes
-    yield f'<div class="graph" data-graph="{own}">{draw(name, graph, known)}</div>'
+    facts[identifier] = nodes
+    yield f'<div class="graph" data-graph="{identifier}">{draw(name, graph, properties)}</div>'
     yield f"<details open><summary>Code of {escape(name)}</summary><pre>"
     yield "\n".join(lines)
     yield f"</pre></details>{bodies}"

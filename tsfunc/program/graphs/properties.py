@@ -139,15 +139,15 @@ def _count_exchanges(
             counts[key] = times + repeats, total
 
 
-def _bytes_of(known: Properties | None) -> int | None:
-    if known is None or not isinstance(known.dtype, torch.dtype):
+def _bytes_of(properties: Properties | None) -> int | None:
+    if properties is None or not isinstance(properties.dtype, torch.dtype):
         return None
     elements = 1
-    for size in known.shape:
+    for size in properties.shape:
         if not isinstance(size, int):
             return None
         elements *= size
-    return elements * known.dtype.itemsize
+    return elements * properties.dtype.itemsize
 
 
 def _row(value: Properties, columns: list[str]) -> Iterator[str]:
@@ -234,7 +234,7 @@ class _Box:
     name: str
 
 
-def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
+def draw(name: str, graph: torch.fx.Graph, properties: ProgramProperties) -> str:
     """Return a graph as SVG text.
 
     A value is in the row below its lowest argument, near the middle of its arguments. A tooltip
@@ -245,7 +245,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
     """
     nodes = [node for node in graph.nodes if node.users or node.op == "output"]
     rows = _rows(nodes)
-    widths = {node: _width(node, known) for node in nodes}
+    widths = {node: _width(node, properties) for node in nodes}
     middles = _middles(rows, widths)
     left = min(middles[node] - widths[node] / 2 for node in nodes)
     boxes = {
@@ -254,7 +254,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
             _MARGIN + i * _ROW,
             widths[node],
             _title(node),
-            _type(node, known),
+            _type(node, properties),
             _COLOURS.get(node.op, "#fff"),
             str(node.meta.get("location") or node.name),
             node.name,
@@ -333,12 +333,12 @@ def _argument(value: object) -> str:
     return "·" if isinstance(value, torch.fx.Node) else plain_name(value)
 
 
-def _type(node: torch.fx.Node, known: ProgramProperties) -> str:
-    return str(known[node.name]) if node.name in known else ""
+def _type(node: torch.fx.Node, properties: ProgramProperties) -> str:
+    return str(properties[node.name]) if node.name in properties else ""
 
 
-def _width(node: torch.fx.Node, known: ProgramProperties) -> float:
-    return max(len(_title(node)), len(_type(node, known)), 6) * _CHARACTER + 12
+def _width(node: torch.fx.Node, properties: ProgramProperties) -> float:
+    return max(len(_title(node)), len(_type(node, properties)), 6) * _CHARACTER + 12
 
 
 def _arrow(start: _Box, end: _Box) -> str:

@@ -168,9 +168,9 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
             inputs = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
             first: dict[Any, torch.fx.Node] = {}
             for operand, placeholder in zip(operands, inputs, strict=True):
-                known = first.setdefault(operand, placeholder)
-                if known is not placeholder:
-                    placeholder.replace_all_uses_with(known)
+                earlier = first.setdefault(operand, placeholder)
+                if earlier is not placeholder:
+                    placeholder.replace_all_uses_with(earlier)
                     part.graph.erase_node(placeholder)
             part.recompile()
         node.args = (truth, *bodies, tuple(dict.fromkeys(operands)))
@@ -446,20 +446,22 @@ class Writer:
         expr = value.node.expr
         if not expr.free_symbols:
             return PYTHON_TYPES[type(value)](expr)
-        known: dict[Any, Callable[[], torch.fx.Node]] = {}
+        numbers_by_expr: dict[Any, Callable[[], torch.fx.Node]] = {}
         for operand in operands:
             meta = operand.meta if isinstance(operand, torch.fx.Node) else {}
             if "number" in meta:
                 node = functools.partial(_itself, operand)
-                known.setdefault(meta["number"].node.expr, node)
+                numbers_by_expr.setdefault(meta["number"].node.expr, node)
             for dim, size in enumerate(getattr(meta.get("val"), "shape", ())):
                 if isinstance(size, torch.SymInt):
                     node = functools.partial(size_node, self.graph, operand, dim)
-                    known.setdefault(size.node.expr, node)
-        if expr in known:
-            number = known[expr]()
-        elif expr.free_symbols <= known.keys():
-            number = number_node(self.graph, {s: known[s]() for s in expr.free_symbols}, expr)
+                    numbers_by_expr.setdefault(size.node.expr, node)
+        if expr in numbers_by_expr:
+            number = numbers_by_expr[expr]()
+        elif expr.free_symbols <= numbers_by_expr.keys():
+            number = number_node(
+                self.graph, {s: numbers_by_expr[s]() for s in expr.free_symbols}, expr
+            )
         else:
             raise NoTorchOperator(f"the size {expr} is not a size of its operands")
         number.meta["number"] = value
@@ -472,8 +474,8 @@ class Writer:
 
         A check is an effect for AOTAutograd, which does not support effects in bodies.
         """
-        known = {"check_errors": True, **kwargs}
-        call = self.graph.call_function(_CHECKED[node.target], tuple(args), known)
+        options = {"check_errors": True, **kwargs}
+        call = self.graph.call_function(_CHECKED[node.target], tuple(args), options)
         first = self.call(operator.getitem, call, 0)
         first.meta = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}
         return first

@@ -129,8 +129,8 @@ def _drop_kept_dims(
     """Replace a view of a reduction by a reduction that does not keep its dims; True if done."""
     if _name(source) not in _KEEPING_DIMS or len(source.users) > 1 or "call" in source.meta:
         return False
-    given = source.meta["op"].signature.bind(source.args, source.kwargs)
-    values = {argument.name: value for argument, value in given}
+    arguments = source.meta["op"].signature.bind(source.args, source.kwargs)
+    values = {argument.name: value for argument, value in arguments}
     dims, kept, value = values.get("dim"), source.meta["val"], node.meta["val"]
     if values.get("keepdim") is not True or not dims or not _fixed(kept) or not _fixed(value):
         return False
@@ -201,12 +201,12 @@ def _is_new(node: torch.fx.Node) -> bool:
 def _permutation(node: torch.fx.Node) -> list[int]:
     """Return the dim of the argument that is at each position of the result."""
     rank = node.meta["val"].dim()
-    given: Any = (*node.args[1:], *node.kwargs.values())
+    arguments: Any = (*node.args[1:], *node.kwargs.values())
     if _name(node) == "aten::permute":
-        return [dim % rank for dim in given[0]]
+        return [dim % rank for dim in arguments[0]]
     order = list(range(rank))
     if rank:
-        one, other = (dim % rank for dim in given) if given else (0, rank - 1)
+        one, other = (dim % rank for dim in arguments) if arguments else (0, rank - 1)
         order[one], order[other] = order[other], order[one]
     return order
 

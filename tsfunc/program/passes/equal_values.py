@@ -82,11 +82,13 @@ class Flow:
         aliases = self._aliases.get(graph)
         if aliases is None:
             aliases = self._aliases[graph] = Aliases(graph)
-        visit, given = _Visit(), iter(inputs or ())
+        visit, axes_of_inputs = _Visit(), iter(inputs or ())
         for node in graph.nodes:
             if node.op == "output":
                 break
-            axes = next(given, self._unknown) if node.op == "placeholder" else self._unknown
+            axes = (
+                next(axes_of_inputs, self._unknown) if node.op == "placeholder" else self._unknown
+            )
             if aliases.is_written(node):
                 axes = self._unknown
             elif node.op == "call_function":

@@ -54,8 +54,8 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
             node.args = (x, kind, ints, axis, f"{split_check(mesh)[0]};unchecked")
         elif kind in ("sum", "gather") and node in at_top:
             # A body also runs in pullbacks, whose cotangents must not be each rank's own parts.
-            for made in _make_local(graph, node):
-                varying[made] = varying[x]
+            for new_node in _make_local(graph, node):
+                varying[new_node] = varying[x]
 
 
 def _refuse_guarantee(node: Any, axis: str) -> None:
@@ -97,7 +97,7 @@ def _make_local(graph: torch.fx.Graph, node: torch.fx.Node) -> list[torch.fx.Nod
                  (torch.ops.aten.expand.default, (shape,))]  # fmt: skip
     steps.append((torch.ops.aten.contiguous.default, ()))
     value, at = before, x
-    made = []
+    new_nodes = []
     with graph.inserting_before(node):
         for target, args in steps:
             if target is torch.ops.aten.contiguous.default and value.is_contiguous():
@@ -105,11 +105,11 @@ def _make_local(graph: torch.fx.Graph, node: torch.fx.Node) -> list[torch.fx.Nod
             value = target(value, *args)
             at = graph.call_function(target, (at, *args))
             at.meta = {**node.meta, "op": operator_of(target), "val": value}
-            made.append(at)
+            new_nodes.append(at)
     at.meta["val"] = after
     node.replace_all_uses_with(at)
     graph.erase_node(node)
-    return made
+    return new_nodes
 
 
 def mark_exchanges(graph: torch.fx.Graph) -> None:

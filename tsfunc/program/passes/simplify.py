@@ -267,15 +267,15 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         before = changes and [changes.get(aliases.memory(x)) for x in node.all_input_nodes]
         key = _key(node, before if before and any(before) else ())
         try:
-            known = seen.setdefault(key, node)
+            earlier = seen.setdefault(key, node)
         except TypeError:  # an argument is not hashable
             continue
-        if known is node or (aliases.escapes(known) and aliases.escapes(node)):
+        if earlier is node or (aliases.escapes(earlier) and aliases.escapes(node)):
             continue
         for fact in ("number", "expr", "value"):  # a part of a number does not have all of them
             if fact in node.meta:
-                known.meta.setdefault(fact, node.meta[fact])
-        aliases.replace(node, known)
+                earlier.meta.setdefault(fact, node.meta[fact])
+        aliases.replace(node, earlier)
 
 
 def _key(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
@@ -343,10 +343,10 @@ def fold_constants(
                     values[node] = result
                     folded.append(node)
     return {
-        str(made.target): values[node]
+        str(constant.target): values[node]
         for i, node in enumerate(folded)
         if any(user not in values for user in node.users)
-        for made in [_as_constant(graph, node, f"constant_{i}")]
+        for constant in [_as_constant(graph, node, f"constant_{i}")]
     }
 
 
@@ -406,14 +406,14 @@ def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor])
 
 def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
     with graph.inserting_before(node):
-        made = graph.create_node("get_attr", name, name=name)
-    made.target = made.name  # differs from `name` if a parameter has that name
-    made.meta = {
+        attribute = graph.create_node("get_attr", name, name=name)
+    attribute.target = attribute.name  # differs from `name` if a parameter has that name
+    attribute.meta = {
         key: node.meta[key] for key in ("val", "requires_grad", "location") if key in node.meta
     }
-    node.replace_all_uses_with(made)
+    node.replace_all_uses_with(attribute)
     graph.erase_node(node)
-    return made
+    return attribute
 
 
 # --- removal of unused arguments and results of control-flow bodies

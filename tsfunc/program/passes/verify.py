@@ -95,17 +95,17 @@ class _Check:
             if op.overload is not node.target:
                 self._fail(node, f"its operator is {op.name}, but it calls {node.target}.")
             try:
-                given = list(op.signature.bind(node.args, node.kwargs))
+                arguments = list(op.signature.bind(node.args, node.kwargs))
             except TypeError as error:
                 self._fail(node, f"{error}.")
-            for argument, value in given:
+            for argument, value in arguments:
                 if not _is_kind(argument, value):
                     self._fail(
                         node,
                         f"{op.name}: expected a {argument.type} for {argument.name}, got "
                         f"{value!r}.",
                     )
-            there = {argument.name for argument, _ in given}
+            there = {argument.name for argument, _ in arguments}
             for argument in op.signature.arguments:
                 if argument.required and argument.name not in there:
                     self._fail(node, f"{op.name}: expected an argument {argument.name}, got none.")
