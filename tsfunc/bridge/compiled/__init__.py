@@ -123,14 +123,14 @@ def build() -> tuple[Path, float]:
     path.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        done = subprocess.run(command(made), capture_output=True, text=True)
+        built = Path(folder) / path.name
+        done = subprocess.run(command(built), capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(
                 f"python -m tsfunc build: expected the compiler to succeed, got status "
                 f"{done.returncode}:\n{done.stderr[-2000:]}"
             )
-        os.replace(made, path)
+        os.replace(built, path)
     for old in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.so"):
         if old != path:  # of other sources, which no process can load any more
             old.unlink()

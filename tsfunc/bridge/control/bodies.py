@@ -89,10 +89,10 @@ class HiddenVmaps:
         stacked: list[Frame] = []
         before = 0  # dims of the hidden vmaps further in
         for depth, frame in sorted(frames.items(), reverse=True):
-            own = depth in self.levels
+            is_hidden = depth in self.levels
             if frame.bdim is not None:
-                frame = Frame(frame.level, 0 if own else before)
-                before += own
+                frame = Frame(frame.level, 0 if is_hidden else before)
+                before += is_hidden
             stacked.append(frame)
         return TracerStack(tuple(stacked))
 
@@ -121,12 +121,12 @@ class HiddenVmaps:
 
         All bodies of a call get the same object.
         """
-        known = self._batch_first.get(id(value))
-        if known is None:
-            made = rewrap_as(value, self.layout(needed_frames(value, levels)))
-            known = self._batch_first[id(value)] = value, made
-            self._batch_first.setdefault(id(made), (made, made))
-        return known[1]
+        entry = self._batch_first.get(id(value))
+        if entry is None:
+            batch_first = rewrap_as(value, self.layout(needed_frames(value, levels)))
+            entry = self._batch_first[id(value)] = value, batch_first
+            self._batch_first.setdefault(id(batch_first), (batch_first, batch_first))
+        return entry[1]
 
 
 class NumberNodes:
@@ -250,13 +250,13 @@ class BodyLevel(TraceLevel, LevelProxy):
             return value
         if level is None and self.is_of_functorch(value):
             return value  # a tensor of torch.func; the body's inputs are its parts
-        known = self.taken.get(id(value))
-        if known is None:
+        entry = self.taken.get(id(value))
+        if entry is None:
             outer = self.outside(value)
-            known = self.taken.get(id(outer)) or (outer, self.input(value))
-            self.taken[id(outer)] = known
-            self.taken[id(value)] = value, known[1]
-        return known[1]
+            entry = self.taken.get(id(outer)) or (outer, self.input(value))
+            self.taken[id(outer)] = entry
+            self.taken[id(value)] = value, entry[1]
+        return entry[1]
 
     def input(  # type: ignore[override]
         self, value: torch.Tensor, like: torch.Tensor | None = None
@@ -312,9 +312,9 @@ class BodyLevel(TraceLevel, LevelProxy):
         inner, _ = unwrap_all(outer)
         if not isinstance(inner, TraceTracer) or inner.value.is_conj() or inner.value.is_neg():
             return self.input(value)
-        known = inner.value
+        fake = inner.value
         with suppress_guards(self.fake):
-            return self.input(outer, self.fake_like(known, known.shape, known.stride()))
+            return self.input(outer, self.fake_like(fake, fake.shape, fake.stride()))
 
     def _operand(self, value: torch.Tensor) -> torch.Tensor:
         """Return the operand of the call for a tensor from outside: its batch dims come first."""
@@ -333,8 +333,8 @@ class BodyLevel(TraceLevel, LevelProxy):
             value = self.parent.remap(value)
         inner, stack = unwrap_all(value)
         # While a kernel runs, only levels outside of its own are active.
-        own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
-        if isinstance(value, Tracer) and not own and not is_traced(value):
+        is_of_trace = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
+        if isinstance(value, Tracer) and not is_of_trace and not is_traced(value):
             return self.parent.lift(value)  # the tracer belongs to a level outside of the trace
         traced = isinstance(inner, TraceTracer)
         if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):
@@ -343,8 +343,8 @@ class BodyLevel(TraceLevel, LevelProxy):
 
     def is_own_size(self, size: Any) -> bool:
         """True if a size depends on data that the body has read."""
-        known = isinstance(size, int)
-        return not known and bool(self.symbols.nodes_in(self.graph, size.node.expr))
+        is_fixed = isinstance(size, int)
+        return not is_fixed and bool(self.symbols.nodes_in(self.graph, size.node.expr))
 
 
 def _traced_level(value: Any) -> Any:
@@ -369,10 +369,10 @@ def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int
     }
     recording = [x.dispatch_level.depth for x in nested_tracers(value) if is_recorded(x)]
     if recording:
-        own = {frame.level.depth: frame.level for frame in stack.frames}
+        levels_of_stack = {frame.level.depth: frame.level for frame in stack.frames}
         for level in tls.state.levels if levels is None else levels:
             if isinstance(level, BatchLevel) and level.depth <= max(recording):
-                needed[level.depth] = Frame(own.get(level.depth, level), 0)
+                needed[level.depth] = Frame(levels_of_stack.get(level.depth, level), 0)
     return needed
 
 

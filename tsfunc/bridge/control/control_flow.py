@@ -63,8 +63,8 @@ class Body:
         assert self.function is not None
         if self.in_place is None or _records(operands):
             return self.function, operands
-        own = [x.clone() if i in self.owned else x for i, x in enumerate(operands)]
-        return self.in_place, tuple(own)
+        copied = [x.clone() if i in self.owned else x for i, x in enumerate(operands)]
+        return self.in_place, tuple(copied)
 
 
 def _records(operands: Sequence[Any]) -> bool:

@@ -81,16 +81,16 @@ class _Call:
         with self.trace.fake:
             like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
             like.append(torch.empty(0, dtype=torch.int64))
-        kept = _Call(RandomStates(devices), self.trace, ())
-        return devices, kept.record((), [TracedResult(x, TracerStack()) for x in like])
+        call = _Call(RandomStates(devices), self.trace, ())
+        return devices, call.record((), [TracedResult(x, TracerStack()) for x in like])
 
     def at(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
         """Call at the innermost level of the inputs: as a node of its graph, if it records one."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
-        own = [x for x in inputs if x.dispatch_level.depth == depth]
-        if any(is_recorded(x) for x in own):
+        tracers = [x for x in inputs if x.dispatch_level.depth == depth]
+        if any(is_recorded(x) for x in tracers):
             # Others are lifted: their own graphs go on inside (NOTE [operands of outer levels]).
-            lift = own[0].dispatch_level.lift
+            lift = tracers[0].dispatch_level.lift
             lifted = [x if x.dispatch_level.depth == depth else lift(x) for x in inputs]
             return torch_apply(_Recorded, self, results, torch.is_grad_enabled(), *lifted)
         return self.inward(inputs, results)
@@ -106,9 +106,9 @@ class _Call:
         stripped, frames = [], []
         for result in results:
             wrapped = result.stack.frames
-            own = bool(wrapped) and wrapped[0].level.depth == depth
-            frames.append(wrapped[0] if own else None)
-            rest = TracerStack(wrapped[1:]) if own else result.stack
+            is_at_depth = bool(wrapped) and wrapped[0].level.depth == depth
+            frames.append(wrapped[0] if is_at_depth else None)
+            rest = TracerStack(wrapped[1:]) if is_at_depth else result.stack
             stripped.append(TracedResult(result.value, rest))
         outputs = self.at(inner, stripped)
         return tuple(
@@ -137,8 +137,8 @@ class _Call:
 
 def _depends_on(result: TracedResult, level: TracerLevel, trace: TraceLevel) -> bool:
     """True if a result can depend on the variables of a level: it is one of the level's tracers."""
-    own = any(frame.level.depth == level.depth for frame in result.stack.frames)
-    return is_differentiable(result.value) and (own or level.depth <= trace.depth)
+    is_batched_there = any(frame.level.depth == level.depth for frame in result.stack.frames)
+    return is_differentiable(result.value) and (is_batched_there or level.depth <= trace.depth)
 
 
 class _Recorded(Function):
@@ -188,14 +188,14 @@ class _Recorded(Function):
         if wrt and of:
             # Cotangents may be batched by vmaps inside of the level.
             inside = _frames_inside([cotangents[j] for j in of], level)
-            given = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
+            wrapped = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
             op = _replayed(ctx, call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
-            own = [_without_gaps(_like(inputs[i]), call.trace) for i in wrt]
-            wanted = [_mapped(one, inside, call.trace) for one in own]
-            operands = [*inputs, *given, *states]
+            samples = [_without_gaps(_like(inputs[i]), call.trace) for i in wrt]
+            wanted = [_mapped(one, inside, call.trace) for one in samples]
+            operands = [*inputs, *wrapped, *states]
             gradients = call_control_flow(op, call.trace, operands, call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
                 cts_in[i] = value
@@ -205,9 +205,9 @@ class _Recorded(Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         call, inputs, states = _as_seen_here(ctx)
         wrt = [i for i, t in enumerate(tangents[3:]) if t is not None]
-        given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
+        wrapped = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
         op = _replayed(ctx, call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
-        operands = [*inputs, *given, *states]
+        operands = [*inputs, *wrapped, *states]
         dense = [_without_gaps(result, call.trace) for result in ctx.results]
         tangents_out = call_control_flow(op, call.trace, operands, call.numbers, dense)
         return tuple(

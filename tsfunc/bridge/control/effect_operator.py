@@ -93,14 +93,14 @@ def example_indices(value: Tensor) -> list[Tensor]:
 
 
 def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
-    known = _effects.get(effect)
-    if known is None:
+    function = _effects.get(effect)
+    if function is None:
         raise RuntimeError(
             "debug: a program calls a Python function that is gone, because the program that it "
             "was copied from is. Keep that program."
         )
-    if known.checks or not _muted.active:
-        known.call([value.detach() for value in values], batch_dims)
+    if function.checks or not _muted.active:
+        function.call([value.detach() for value in values], batch_dims)
 
 
 _library.impl("call", _run, "CompositeExplicitAutograd")

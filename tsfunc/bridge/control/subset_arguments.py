@@ -102,14 +102,14 @@ class ArgRemapper:
         if isinstance(value, Tracer):
             if value.dispatch_level is self.subset:
                 return value
-            known = self.taken.get(id(value))
-            if known is not None:
-                return known[1]
+            entry = self.taken.get(id(value))
+            if entry is not None:
+                return entry[1]
             whole = value if self.outside is None else self.outside.known(value)
-            known = self.taken.get(id(whole))
-            part = as_seen_by_current_level(whole) if known is None else known[1]
+            entry = self.taken.get(id(whole))
+            part = as_seen_by_current_level(whole) if entry is None else entry[1]
             if part is not value:
-                count = write_count(part) if known is None else known[2]
+                count = write_count(part) if entry is None else entry[2]
                 self.taken[id(value)] = value, part, count, whole
                 self.taken.setdefault(id(whole), (whole, part, count, whole))
             return part

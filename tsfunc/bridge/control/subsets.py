@@ -97,14 +97,14 @@ class SubsetLevel(BatchLevel, LevelProxy):
         If the indices differ among the examples of an outer vmap, and a subset currently replaces
         that vmap, the result has the indices for that subset.
         """
-        known = self._composed.get(id(level))
-        if known is not None:
-            return known if type(known) is torch.Tensor else self._seen_in_closure(known)
+        composed = self._composed.get(id(level))
+        if composed is not None:
+            return composed if type(composed) is torch.Tensor else self._seen_in_closure(composed)
         assert isinstance(self.parent, SubsetLevel)
         parents, index = self.parent.index_in(level), self.index
         if type(parents) is torch.Tensor and type(index) is torch.Tensor:
-            known = self._composed[id(level)] = parents.index_select(0, index)
-            return known
+            composed = self._composed[id(level)] = parents.index_select(0, index)
+            return composed
         with self.restored():
             return as_seen_by_current_level(parents).index_select(
                 0, as_seen_by_current_level(index)
@@ -160,7 +160,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
 
     def comes_from(self, level: TracerLevel) -> bool:
         """True if the subset was selected from a level, directly or not."""
-        return any(level is known for known in self.ancestors())
+        return any(level is ancestor for ancestor in self.ancestors())
 
     def of_parent(self, label: str, tree: Any) -> Any:
         """Return values of the parent's code for the examples of the subset."""

@@ -111,11 +111,11 @@ class TracedBody:
                 others[inner.node] = i
         try:
             with in_body(level):
-                given = [
+                arguments = [
                     x.clone(memory_format=torch.contiguous_format) if i in copied else x
                     for i, x in enumerate(self.arguments)
                 ]
-                leaves, self.spec = pytrees.flatten(func(*given))
+                leaves, self.spec = pytrees.flatten(func(*arguments))
                 self.leaves = [level.remap(leaf) for leaf in leaves]
         except InplaceRefused:
             if not others:
@@ -132,13 +132,13 @@ class TracedBody:
         return optree.tree_unflatten(self.spec, self.leaves)
 
     def convert_results(
-        self, dtypes: Sequence[torch.dtype | None], kept: Collection[int] = ()
+        self, dtypes: Sequence[torch.dtype | None], unchanged: Collection[int] = ()
     ) -> None:
         """Convert the numbers among the results to tensors of these dtypes, except ``kept``."""
         numbers: Any = (bool, int, float, complex, *SYMBOLIC)
         with in_body(self.level):
             for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
-                if isinstance(leaf, numbers) and i not in kept:
+                if isinstance(leaf, numbers) and i not in unchanged:
                     self.leaves[i] = self.level.remap(torch.full((), leaf, dtype=dtype))
 
     def batched(self) -> list[dict[int, Frame]]:
@@ -170,9 +170,9 @@ class TracedBody:
         """
         nodes = []
         results: list[TracedResult | None] = []
-        given = zip_longest(self.unwrapped(stacks), stacks, orders)
+        layouts = zip_longest(self.unwrapped(stacks), stacks, orders)
         with in_body(self.level):
-            for inner, stack, order in given:
+            for inner, stack, order in layouts:
                 if stack is None:
                     results.append(None)
                     continue
@@ -188,14 +188,14 @@ class TracedBody:
 
     def _refuse_own_sizes(self, leaf: torch.Tensor) -> None:
         """Raise if a result's size is unknown before the call."""
-        own = [size for size in leaf.shape if self.level.is_own_size(size)]
-        if own:
+        own_sizes = [size for size in leaf.shape if self.level.is_own_size(size)]
+        if own_sizes:
             shape = ", ".join(map(size_text, leaf.shape))
             raise DataDependentError(
                 f"{self.level.name}: a body of control flow returns a tensor of shape [{shape}], "
-                f"of which {', '.join(map(size_text, own))} is found in data inside of it. The "
-                f"result of a body must have a size that is known without running it: reduce it in "
-                f"the body, or write it into a tensor of the largest size."
+                f"of which {', '.join(map(size_text, own_sizes))} is found in data inside of it. "
+                f"The result of a body must have a size that is known without running it: reduce "
+                f"it in the body, or write it into a tensor of the largest size."
             )
 
 
@@ -346,9 +346,9 @@ def operands_of(
     number_at = {key: count + len(tensors) + i for i, key in enumerate(numbers)}
     places = []
     for body in bodies:
-        own = [*range(count), *(at[id(x)] for x in body.level.inputs[count:])]
+        body_places = [*range(count), *(at[id(x)] for x in body.level.inputs[count:])]
         own_numbers = [number_at[number] for number in body.level.sizes.nodes]
-        places.append(in_graph_order(body.level.graph, own, own_numbers))
+        places.append(in_graph_order(body.level.graph, body_places, own_numbers))
     return list(tensors.values()), list(numbers.values()), places
 
 

@@ -201,15 +201,15 @@ def outside_graph(grad_mode: bool) -> Iterator[None]:
     level made in the meantime, to map the function, has captured the state without grad mode, so
     its captured grad mode is restored too.
     """
-    made = [level for level in current_levels() if isinstance(level, TracerLevel)][-1:]
-    captured = [level.torch_state.grad_mode for level in made]
-    for level in made:
+    innermost = [level for level in current_levels() if isinstance(level, TracerLevel)][-1:]
+    captured = [level.torch_state.grad_mode for level in innermost]
+    for level in innermost:
         level.torch_state.grad_mode |= grad_mode
     try:
         with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
             yield
     finally:
-        for level, mode in zip(made, captured, strict=True):
+        for level, mode in zip(innermost, captured, strict=True):
             level.torch_state.grad_mode = mode
 
 
@@ -252,11 +252,11 @@ def reaches_other_leaves(
     whose tangents may be lost in a pass that is not recorded.
     """
     skip_ended = not can_carry_tangents()
-    given = set(map(id, leaves))
+    leaf_ids = set(map(id, leaves))
 
     def is_other(variable: torch.Tensor) -> bool:
-        own = id(variable) in given or (skip_ended and has_ended(variable))
-        return not own and (level is None or _belongs_to(variable, level))
+        is_known = id(variable) in leaf_ids or (skip_ended and has_ended(variable))
+        return not is_known and (level is None or _belongs_to(variable, level))
 
     with DisableTorchFunctionSubclass():
         outputs = _with_tangents(outputs, level)
@@ -419,8 +419,10 @@ def backward(
     """
     # Read the flag of the tracer's own level, not of the graph that outer levels record.
     with DisableTorchFunctionSubclass():
-        kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
-    if not kept or not inputs:
+        pairs = [
+            (out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad
+        ]
+    if not pairs or not inputs:
         return [None] * len(inputs)
     for level in current_levels():
         if isinstance(level, TracerLevel):
@@ -432,8 +434,8 @@ def backward(
         with watching_random() if create_graph else nullcontext():
             return list(
                 engine.run_backward(
-                    tuple(out for out, _ in kept),
-                    tuple(ct for _, ct in kept),
+                    tuple(out for out, _ in pairs),
+                    tuple(ct for _, ct in pairs),
                     retain_graph or create_graph,
                     create_graph,
                     tuple(inputs),

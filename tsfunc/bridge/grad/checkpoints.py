@@ -97,7 +97,7 @@ def _generator(
     derivatives = max(outermost.recording, int(differentiates_here()))
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
-    made = RunRecord(current_trace() if preserves_draws else None)
+    record = RunRecord(current_trace() if preserves_draws else None)
     drawn = DrawCountSnapshot()
     states = replaced_states()
     first, in_formula = next(serials), in_backward_formula()
@@ -109,18 +109,18 @@ def _generator(
             mark_rerun(Rerun(first), captured, in_formula),
             _recording_at(recorded),
             _inside_derivatives(derivatives),
-            replaying(made),
+            replaying(record),
             drawn.replaying(),
             with_states(states),
-            duals.rerun(args) as given,
+            duals.rerun(args) as rerun_args,
         ):
-            return fn(*given, **kwargs)
+            return fn(*rerun_args, **kwargs)
 
-    return _rerunnable_steps(make(again), duals, args, made)
+    return _rerunnable_steps(make(again), duals, args, record)
 
 
 def _rerunnable_steps(
-    generator: _Steps, duals: Duals, args: Sequence[Any], made: RunRecord
+    generator: _Steps, duals: Duals, args: Sequence[Any], record: RunRecord
 ) -> _Steps:
     """Return the steps of the generator; the function's first run is at the ``yield``."""
     next(generator)
@@ -128,7 +128,7 @@ def _rerunnable_steps(
         with (
             duals.first(args) if duals.levels else nullcontext(),
             using(tls.state.with_fresh_remap_args()),
-            recording_objects(made),
+            recording_objects(record),
         ):
             yield
     except BaseException as error:

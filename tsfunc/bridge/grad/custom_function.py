@@ -70,15 +70,15 @@ def _for_tangents(cls: Any) -> Any:
     tensors, since torch gives a tangent the strides of its primal. A copy can have its batch dim in
     another place, so classes whose callers know the places have ``lays_out_results``.
     """
-    made = cls.__dict__.get(_FOR_TANGENTS)
-    if made is None:
+    subclass = cls.__dict__.get(_FOR_TANGENTS)
+    if subclass is None:
         jvp = cls.jvp if hasattr(cls.jvp, "on_primals") else with_outer_tangents(cls.jvp)
         members = {"jvp": staticmethod(jvp)}
         if not getattr(cls, "lays_out_results", False):
             members["forward"] = staticmethod(_with_own_elements(cls.forward, has_setup(cls)))
-        made = type(cls.__name__, (cls,), members)
-        setattr(cls, _FOR_TANGENTS, made)
-    return made
+        subclass = type(cls.__name__, (cls,), members)
+        setattr(cls, _FOR_TANGENTS, subclass)
+    return subclass
 
 
 # The attributes that the methods of a ctx set, with tensors that may be results.
@@ -186,8 +186,8 @@ def _apply_at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         stored.save_to(ctx)
         return outs
 
-    own = forward if has_setup(cls) else forward_with_context
-    members: dict[str, Any] = {"forward": staticmethod(own), "mapped_by_level": True}
+    run_forward = forward if has_setup(cls) else forward_with_context
+    members: dict[str, Any] = {"forward": staticmethod(run_forward), "mapped_by_level": True}
     if cls.jvp is not torch_jvp:
         members["jvp"] = staticmethod(with_outer_tangents(cls.jvp))
     node = type(cls.__name__, (cls,), members)
@@ -204,17 +204,17 @@ def _returning_tracers(cls: Any) -> Any:
     level. A derivative in ``forward`` may return tracers of an inner level (NOTE [values that
     outlive a vmap]), which stand for values of this level.
     """
-    made = cls.__dict__.get(_RETURNING_TRACERS)
-    if made is None:
+    subclass = cls.__dict__.get(_RETURNING_TRACERS)
+    if subclass is None:
 
         def forward(*args: Any) -> Any:
             level = innermost_level(args)
             assert level is not None
             return pytrees.tree_map(lambda x: _lifted(_shared(x, level), level), cls.forward(*args))
 
-        made = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
-        setattr(cls, _RETURNING_TRACERS, made)
-    return made
+        subclass = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
+        setattr(cls, _RETURNING_TRACERS, subclass)
+    return subclass
 
 
 def trace_of(args: Sequence[Any]) -> TraceLevel | None:

@@ -68,9 +68,9 @@ class Duals:
             for level in self.levels:
                 stack.enter_context(dual_level(level))
             pairs = zip(args, self.given, strict=True)
-            given = [arg if build is None else build(arg) for arg, build in pairs]
+            arguments = [arg if build is None else build(arg) for arg, build in pairs]
             stack.enter_context(_TangentCollector(self.replaced, self.around))
-            yield given
+            yield arguments
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Store how to rebuild the tangents of a tensor while it lives; return the tensor."""

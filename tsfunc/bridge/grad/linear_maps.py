@@ -64,14 +64,14 @@ class _Node(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        given = tangents[2:]
+        directions = tangents[2:]
         if ctx.zeros is not None:
-            given = tuple(
-                zero() if t is None else t for t, zero in zip(given, ctx.zeros, strict=True)
+            directions = tuple(
+                zero() if t is None else t for t, zero in zip(directions, ctx.zeros, strict=True)
             )
         # A tangent that is the same for all examples may come without the levels of its value.
         return linear(
-            ctx.f, [at_level(t, level) for t, level in zip(given, ctx.levels, strict=True)]
+            ctx.f, [at_level(t, level) for t, level in zip(directions, ctx.levels, strict=True)]
         )
 
 
@@ -160,8 +160,8 @@ class Layout(LinearMap):
         if not self.layers:
             return value
         level = self.layers[0][0]
-        own = isinstance(value, Tracer) and value.dispatch_level is level
-        tracer: Any = value if own else level.lift(value)
+        is_of_level = isinstance(value, Tracer) and value.dispatch_level is level
+        tracer: Any = value if is_of_level else level.lift(value)
         return linear(self, (tracer,))
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:

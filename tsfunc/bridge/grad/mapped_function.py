@@ -46,8 +46,8 @@ def has_setup(cls: Any) -> bool:
 
 def value_at_level(arg: Any, level: TracerLevel) -> Any:
     """Return the value of a tracer of the level; other arguments are returned unchanged."""
-    own = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
-    return arg.value if own else arg
+    is_of_level = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
+    return arg.value if is_of_level else arg
 
 
 def bdim_of(arg: Any, level: TracerLevel) -> int | None:
@@ -285,8 +285,8 @@ class MappedFunction:
 
     def stored_tensors(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the tensors stored on the ctx, from a call's inputs and results."""
-        known = {"input": inputs, "result": results}
-        return [known[kind][where] for kind, where in self.state if kind != "other"]
+        tensors_by_kind = {"input": inputs, "result": results}
+        return [tensors_by_kind[kind][where] for kind, where in self.state if kind != "other"]
 
     def restored(self, tensors: Sequence[Any]) -> FunctionContext:
         """Return the ctx that the class filled, with these tensors."""
@@ -307,21 +307,21 @@ class MappedFunction:
         ctx.set_materialize_grads(stored.materialize)
 
     def derivative(
-        self, method: str, ctx: Any, given: Sequence[Any], bdims: Sequence[Any], moved: Any
+        self, method: str, ctx: Any, args: Sequence[Any], bdims: Sequence[Any], moved: Any
     ) -> list[Any]:
         """Run ``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` unwraps result ``i``."""
-        kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
+        stored = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
             bdims = self.stored_tensors(self.bdims, self.out_dims)
-            saved = _wrapped(kept, bdims, level) if isinstance(level, BatchLevel) else kept
-            own = self.restored(saved).seen_by(method)
-            own.needs_input_grad = tuple(ctx.needs_input_grad)
-            derivatives = getattr(self.cls, method)(own, *inputs)
+            saved = _wrapped(stored, bdims, level) if isinstance(level, BatchLevel) else stored
+            context = self.restored(saved).seen_by(method)
+            context.needs_input_grad = tuple(ctx.needs_input_grad)
+            derivatives = getattr(self.cls, method)(context, *inputs)
             derivatives = derivatives if isinstance(derivatives, tuple) else (derivatives,)
             return [moved(x, i, level) for i, x in enumerate(derivatives)]
 
-        return self.run(call, given, bdims)
+        return self.run(call, args, bdims)
 
     @restoring_thread_state
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
@@ -488,8 +488,8 @@ def _distinct_values(args: Sequence[Any], level: TracerLevel) -> list[Any]:
 def _place(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[str, int] | None:
     """Return the position of a stored tensor among the inputs and results, or None."""
     if isinstance(value, torch.Tensor):
-        for kind, known in (("input", inputs), ("result", results)):
-            for i, tensor in enumerate(known):
+        for kind, tensors in (("input", inputs), ("result", results)):
+            for i, tensor in enumerate(tensors):
                 if tensor is value:
                     return kind, i
     return None

@@ -81,11 +81,11 @@ def watch() -> None:
     references = OPDEFS.valuerefs()
     if references != _OperatorListing.references:
         _OperatorListing.references = references
-        for made in [made for made in OPDEFS.values() if made not in _custom]:
-            _custom.add(made)
-            name = made._opoverload.name()
+        for definition in [made for made in OPDEFS.values() if made not in _custom]:
+            _custom.add(definition)
+            name = definition._opoverload.name()
             _intercepted.add(name)
-            _intercept(name, _interceptor_for(name), made._lib)
+            _intercept(name, _interceptor_for(name), definition._lib)
     # A module import or torch.ops.load_library loads C++ extensions.
     counts = len(_defs), len(torch.ops.loaded_libraries), len(sys.modules)
     if counts != _OperatorListing.counts:

@@ -106,9 +106,9 @@ def _refuse(name: str) -> None:
 
 def _guarded(cls: Any) -> Any:
     """Return the class with the guard as one more operand; the class is made once."""
-    made = cls.__dict__.get(_GUARDED)
-    if made is not None:
-        return made
+    subclass = cls.__dict__.get(_GUARDED)
+    if subclass is not None:
+        return subclass
     backward = cls.backward.__wrapped__
 
     def guarded_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
@@ -149,6 +149,6 @@ def _guarded(cls: Any) -> Any:
             return cls.vmap(info, tuple(in_dims[:-1]), *args[:-1])
 
         members["vmap"] = staticmethod(vmap)
-    made = type(cls.__name__, (cls,), members)
-    setattr(cls, _GUARDED, made)
-    return made
+    subclass = type(cls.__name__, (cls,), members)
+    setattr(cls, _GUARDED, subclass)
+    return subclass

@@ -88,12 +88,12 @@ class _Node(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        given = {i: ct for i, ct in enumerate(cotangents) if ct is not None}
+        by_output = {i: ct for i, ct in enumerate(cotangents) if ct is not None}
         values = ctx.saved_tensors
         # The cotangents may be of a level further in, such as that of a vmap of the pullback.
-        level = innermost_level([*values, *given.values()])
-        pullback = _pullback(ctx.function, len(values), list(given), level)
-        return (None, None, None, *_apply(pullback, [*values, *given.values()], level))
+        level = innermost_level([*values, *by_output.values()])
+        pullback = _pullback(ctx.function, len(values), list(by_output), level)
+        return (None, None, None, *_apply(pullback, [*values, *by_output.values()], level))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -102,17 +102,19 @@ class _Node(Function):
             return _tangents(ctx.function, ctx.saved_tensors, tangents[3:], ctx.level)
 
 
-def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLevel | None) -> _Map:
+def _pullback(
+    function: _Map, count: int, positions: Sequence[int], level: TracerLevel | None
+) -> _Map:
     """Return the function of arguments and cotangents that pulls the cotangents back.
 
     Args:
-        given: the positions of the results that have cotangents.
+        positions: the positions of the results that have cotangents.
     """
 
     def pullback(values: Sequence[Tensor]) -> Sequence[Tensor]:
         leaves = [autograd.fresh_input(value, level) for value in values[:count]]
         outs = function(leaves)
-        gradients = _backward([outs[i] for i in given], values[count:], leaves)
+        gradients = _backward([outs[i] for i in positions], values[count:], leaves)
         pairs = zip(gradients, leaves, strict=True)
         return [torch.zeros_like(x) if g is None else g for g, x in pairs]
 
@@ -133,15 +135,15 @@ def _tangents(
             primals[i] = autograd.fresh_input(primals[i], level)
         outs = function(primals)
         with DisableTorchFunctionSubclass():
-            kept = [i for i, out in enumerate(outs) if out.requires_grad]
-        cotangents = [autograd.fresh_input(torch.zeros_like(outs[i]), level) for i in kept]
-        cts_in = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in positions])
+            recorded = [i for i, out in enumerate(outs) if out.requires_grad]
+        cotangents = [autograd.fresh_input(torch.zeros_like(outs[i]), level) for i in recorded]
+        cts_in = _backward([outs[i] for i in recorded], cotangents, [primals[i] for i in positions])
         pairs = [(g, tangents[i]) for g, i in zip(cts_in, positions, strict=True) if g is not None]
         tangents_out = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
-    given = [tangent for tangent in tangents if tangent is not None]
-    connected = any(autograd.requires_grad(x, level) for x in (*values, *given))
+    present = [tangent for tangent in tangents if tangent is not None]
+    connected = any(autograd.requires_grad(x, level) for x in (*values, *present))
     results: list[Tensor | None] = [None] * len(outs)
-    for i, tangent in zip(kept, tangents_out, strict=True):
+    for i, tangent in zip(recorded, tangents_out, strict=True):
         if tangent is None:  # torch takes None only for results that are not differentiable
             results[i] = autograd.detached(torch.zeros_like(outs[i]))
         else:

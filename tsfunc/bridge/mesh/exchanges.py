@@ -207,8 +207,8 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 def _slice(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     length = x.shape[ints[0]] // mesh.sizes[axis]
-    own = x.narrow(ints[0], mesh.index(axis) * length, length)
-    return own_copy(own)
+    part = x.narrow(ints[0], mesh.index(axis) * length, length)
+    return own_copy(part)
 
 
 def own_copy(x: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> 
     """
     if mesh.reported == id(error):
         return
-    known = error.axis_name if isinstance(error, RanksDisagree) else None
+    axis_name = error.axis_name if isinstance(error, RanksDisagree) else None
     mesh.reports += 1
     mesh.reported = id(error)
     for axis in mesh.sizes:
-        if axis != known and axis not in informed:
+        if axis != axis_name and axis not in informed:
             _write(mesh, axis, f"{mesh.reports} {error_text(error)[:_LONGEST]}")
 
 
@@ -143,8 +143,8 @@ def _reports(mesh: Mesh, axis: str) -> dict[int, str]:
 
 def _store_of(group: Any) -> Any:
     """Return the store of a process group, or None if torch does not know the group."""
-    known = distributed_c10d._world.pg_map.get(group)
-    return None if known is None else known[1]
+    backend_and_store = distributed_c10d._world.pg_map.get(group)
+    return None if backend_and_store is None else backend_and_store[1]
 
 
 def reporting(

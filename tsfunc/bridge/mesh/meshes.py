@@ -115,12 +115,13 @@ def registered_mesh(groups: Mapping[str, Any]) -> Mesh:
         if other.has_groups(groups):
             return other
     mesh = Mesh(groups)
-    known = _registered.get(mesh.text)
-    if known is not None and known.ranks != mesh.ranks and _has_live_groups(known):
+    registered = _registered.get(mesh.text)
+    if registered is not None and registered.ranks != mesh.ranks and _has_live_groups(registered):
         raise MeshError(
             f"mesh ({mesh.text}): expected one mesh for these names and sizes in a process, got a "
-            f"second one over the ranks {mesh.ranks}; the first is over {known.ranks}. Programs "
-            f"name a mesh by its axes and sizes: give the axes of one of the two other names."
+            f"second one over the ranks {mesh.ranks}; the first is over {registered.ranks}. "
+            f"Programs name a mesh by its axes and sizes: give the axes of one of the two other "
+            f"names."
         )
     _registered[mesh.text] = mesh
     return mesh

@@ -41,9 +41,9 @@ def gathered(
     if not parts:
         yield states
         return
-    given = [states] if isinstance(states, Mapping) else list(states)
-    whole = [{name: _whole(value) for name, value in state.items()} for state in given]
-    missing = _own_of(module, {name for state in given for name in state}, tie_weights)
+    dicts = [states] if isinstance(states, Mapping) else list(states)
+    whole = [{name: _whole(value) for name, value in state.items()} for state in dicts]
+    missing = _own_of(module, {name for state in dicts for name in state}, tie_weights)
     with ExitStack() as stack:
         for name, part in parts.items():
             stack.enter_context(_without_gathering(part, name))
@@ -70,17 +70,17 @@ def _whole(value: Any) -> Any:
     return value.full_tensor(grad_placements=[Partial("avg")] * value.device_mesh.ndim)
 
 
-def _own_of(module: nn.Module, given: set[str], tie_weights: bool) -> dict[str, Tensor]:
+def _own_of(module: nn.Module, names: set[str], tie_weights: bool) -> dict[str, Tensor]:
     """Return the module's own sharded parameters that a call does not replace, gathered."""
     named = dict(module.named_parameters(remove_duplicate=False))
-    served = {id(named[name]) for name in given if name in named} if tie_weights else set()
-    own: dict[str, Tensor] = {}
+    served = {id(named[name]) for name in names if name in named} if tie_weights else set()
+    tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
-        if name not in given and id(parameter) not in served and is_dtensor(parameter):
-            own[name] = _whole(parameter)
+        if name not in names and id(parameter) not in served and is_dtensor(parameter):
+            tensors[name] = _whole(parameter)
             if tie_weights:
                 served.add(id(parameter))
-    return own
+    return tensors
 
 
 @contextmanager

@@ -50,5 +50,5 @@ class SpreadLevel(BatchLevel):
         index: Any = 0
         for level in self.spread_over:
             index = index * level.batch_size + level.index(device)
-        own = torch.arange(self.batch_size, device=device)
-        return index * self.batch_size + own
+        indices = torch.arange(self.batch_size, device=device)
+        return index * self.batch_size + indices

@@ -158,8 +158,8 @@ def _modes() -> None:
     expect(torch.ops.prim.device.default in metadata, "the operator for the device")
     rule = torch._library.simple_registry.find_torch_dispatch_rule.__code__
     expect("op" in rule.co_varnames, "a search for a rule of an operator")
-    own = vars(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode)
-    expect("__torch_dispatch__" in own, "a handler of the proxy mode")
+    namespace = vars(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode)
+    expect("__torch_dispatch__" in namespace, "a handler of the proxy mode")
     proxy: Any = C._TorchDispatchModeKey.PROXY
     expect(torch._ops._get_dispatch_mode_pre_dispatch(proxy) is None, "no proxy mode")
     depth = C._len_torch_function_stack()

@@ -72,15 +72,17 @@ def covered(name: str) -> bool:
     """True if the list has ``name``, a parent of it, or an attribute below it."""
     if not name.startswith("torch."):  # an attribute of values
         return any(
-            known.rpartition(".")[2] == name
+            single_name.rpartition(".")[2] == name
             for entry in PRIVATE_NAMES
-            for known in entry.single_names()
-            if not known.startswith("torch.")
+            for single_name in entry.single_names()
+            if not single_name.startswith("torch.")
         )
     return any(
-        known == name or name.startswith(f"{known}.") or known.startswith(f"{name}.")
+        covered_name == name
+        or name.startswith(f"{covered_name}.")
+        or covered_name.startswith(f"{name}.")
         for entry in PRIVATE_NAMES
-        for known in entry.single_names()
+        for covered_name in entry.single_names()
     )
 
 

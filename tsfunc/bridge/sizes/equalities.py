@@ -94,17 +94,17 @@ def _equalities(conditions: Sequence[Any], hints: _Sizes) -> list[Any]:
 def _independent(equalities: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the equalities that do not follow from earlier ones, as far as breaking them shows."""
     independent: list[Any] = []
-    known: dict[Any, Any] = {}
+    solved: dict[Any, Any] = {}
     for equality in equalities:
-        rest = equality.xreplace(known)
+        rest = equality.xreplace(solved)
         unsolved = any(_solved(other)[0] is None for other in independent)
         if is_true(rest) or (unsolved and not any(_breaking(equality, independent, hints))):
             continue
         independent.append(equality)
         symbol, other = _solved(rest)
         if symbol is not None:
-            known = {each: value.xreplace({symbol: other}) for each, value in known.items()}
-            known[symbol] = other
+            solved = {each: value.xreplace({symbol: other}) for each, value in solved.items()}
+            solved[symbol] = other
     return independent
 
 

@@ -252,9 +252,9 @@ def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr
     from torch.utils._sympy.interp import sympy_interp
 
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
     with torch._C._EnableTorchFunction():  # even if an operator's rule reads the node
-        return sympy_interp(_recorded(), known, expr).node
+        return sympy_interp(_recorded(), proxies, expr).node
 
 
 @functools.cache

@@ -153,21 +153,23 @@ def as_fake(fake: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> t
     FakeTensor's own constructor sets twenty attributes, one by one, to the same values for every
     tensor of a mode. It runs once for each device, and further tensors get copies of these.
     """
-    known: dict[torch.device, dict[str, Any]] = fake.__dict__.setdefault("tsfunc_attributes", {})
-    attributes = known.get(device)
+    attributes_by_device: dict[torch.device, dict[str, Any]] = fake.__dict__.setdefault(
+        "tsfunc_attributes", {}
+    )
+    attributes = attributes_by_device.get(device)
     if attributes is None:
         with in_kernel_invocation_manager(fake):
             sample = FakeTensor(fake, torch.empty(0, device=_META), device)
-        attributes = known[device] = dict(sample.__dict__)
-    made = torch.Tensor._make_subclass(
+        attributes = attributes_by_device[device] = dict(sample.__dict__)
+    tensor = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
     if fake._allow_unsafe_data_ptr_access:
-        _set_warn_deprecated_on_mutable_data_ptr(made)
+        _set_warn_deprecated_on_mutable_data_ptr(tensor)
     else:
-        _set_throw_on_mutable_data_ptr(made)
-    made.__dict__.update(attributes)
-    return made
+        _set_throw_on_mutable_data_ptr(tensor)
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def new_fake_input(
@@ -186,9 +188,9 @@ def new_fake_input(
         requires_grad: True if it requires grad; ignored if its dtype has no derivative.
     """
     with torch_state.outside_all_transforms(), DisableTorchFunction():
-        made = new_fake(fake, shape, strides, dtype, device, layout)
-        can = made.is_floating_point() or made.is_complex()
-        return made.requires_grad_() if requires_grad and can else made
+        tensor = new_fake(fake, shape, strides, dtype, device, layout)
+        can = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.requires_grad_() if requires_grad and can else tensor
 
 
 def results_of_fixed_sizes(fake: FakeTensorMode, call: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -217,10 +219,10 @@ def _range(call: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     with torch_state.outside_all_transforms(), DisableTorchFunction():
         try:
-            made = call(*args, **{**kwargs, "device": _CPU})
+            result = call(*args, **{**kwargs, "device": _CPU})
         except Exception:
             return NotImplemented  # FakeTensorMode raises the error
-    return Metadata(made.shape, made.stride(), made.dtype)
+    return Metadata(result.shape, result.stride(), result.dtype)
 
 
 def _on_meta(fake: FakeTensorMode, call: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -306,9 +308,9 @@ def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any
     if isinstance(result, torch.Tensor):
         if isinstance(result, FakeTensor):
             return result
-        given = fakes.get(id(result))
-        if given is not None:
-            return given
+        argument = fakes.get(id(result))
+        if argument is not None:
+            return argument
         return as_fake(fake, result, _CPU)
     if isinstance(result, list | tuple):
         return type(result)([_as_fake(item, fake, fakes) for item in result])
@@ -470,8 +472,8 @@ def _arguments(call: Any) -> Sequence[str] | None:
     for i, argument in enumerate(signature.arguments):
         if argument.writes and (i > 0 or argument.keyword):
             return None
-        known = argument.name in _SIZES or argument.name in _OTHER_INTS
-        if not known and argument.type.rstrip("[]?") in _INTS:
+        is_size = argument.name in _SIZES or argument.name in _OTHER_INTS
+        if not is_size and argument.type.rstrip("[]?") in _INTS:
             return None
     return [argument.name for argument in signature.arguments]
 
@@ -539,9 +541,9 @@ class _Scale:
             return type(value)([self.result(item, sums) for item in value])
         if not isinstance(value, torch.Tensor):
             raise _NotScalable
-        for given, small in self._tensors.values():
+        for original, small in self._tensors.values():
             if value is small:
-                return given
+                return original
             if value.untyped_storage()._cdata == small.untyped_storage()._cdata:
                 raise _NotScalable  # a view
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():

@@ -255,8 +255,8 @@ _KNOWN: Final = "_tsfunc_metadata"  # the attribute of a fake tensor with its kn
 
 def fixed_metadata(value: torch.Tensor) -> MetadataKey | None:
     """Return the known metadata of a fake tensor without symbolic sizes; else None."""
-    known: KnownMetadata | None = value.__dict__.get(_KNOWN)
-    return known.key if known is not None and known.is_fixed else None
+    metadata: KnownMetadata | None = value.__dict__.get(_KNOWN)
+    return metadata.key if metadata is not None and metadata.is_fixed else None
 
 
 class TraceMetadata:
@@ -329,8 +329,8 @@ class FakeCache:
     def settings(self) -> int:
         """Return a number for the settings that results depend on; equal settings have the same."""
         now = [read() for read in _SETTINGS]
-        for number, known in enumerate(self._settings):
-            if known == now:
+        for number, earlier in enumerate(self._settings):
+            if earlier == now:
                 return number
         self._settings.append(now)
         return len(self._settings) - 1
@@ -355,12 +355,12 @@ class FakeCache:
             key = self._key(op, args, kwargs, tensors)
         except IncompleteMetadataError:
             return self._compute(op, args, kwargs)
-        kept = self._cached.get(key)
-        if kept is not None:
+        cached = self._cached.get(key)
+        if cached is not None:
             if op.writes:  # a mode's constants for a tensor depend on its version
                 for i in op.written:
                     count_write(args[i])
-            return self.made(kept, tensors)
+            return self.made(cached, tensors)
         results = self._compute(op, args, kwargs)
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
@@ -375,8 +375,8 @@ class FakeCache:
             metadata = self.metadata.of(x)
         except IncompleteMetadataError:
             return False
-        own = x.fake_mode is self.fake and not x.requires_grad
-        return own and not metadata.is_conj and not metadata.is_neg
+        is_of_mode = x.fake_mode is self.fake and not x.requires_grad
+        return is_of_mode and not metadata.is_conj and not metadata.is_neg
 
     def _further_view(self, view: Any, source: Any, further: int) -> _Result:
         """Describe a view like another view of the same tensor, further on in the storage."""
@@ -397,8 +397,8 @@ class FakeCache:
         strides = kernel_strides(op, args, first)
         if strides is None:
             return results
-        made = new_fake(self.fake, first.shape, strides, first.dtype, first.device)
-        return (made, *results[1:]) if several else made
+        tensor = new_fake(self.fake, first.shape, strides, first.dtype, first.device)
+        return (tensor, *results[1:]) if several else tensor
 
     # --- the keys of calls
 
@@ -491,15 +491,15 @@ class FakeCache:
 
     # --- making
 
-    def made(self, kept: CachedResults, tensors: Sequence[Any]) -> Any:
+    def made(self, cached: CachedResults, tensors: Sequence[Any]) -> Any:
         """Return new results with known metadata.
 
         Args:
             tensors: the tensor arguments of the call.
         """
-        if kept.container is None:
-            return self._like(kept.results[0], tensors)
-        return kept.container([self._like(result, tensors) for result in kept.results])
+        if cached.container is None:
+            return self._like(cached.results[0], tensors)
+        return cached.container([self._like(result, tensors) for result in cached.results])
 
     def _like(self, result: _Result | None, tensors: Sequence[Any]) -> Any:
         if result is None:
@@ -509,10 +509,10 @@ class FakeCache:
         source = tensors[result.source] if result.source >= 0 else None
         if not result.symbolic and (source is None or not _has_symbols(source)):
             with _DisableTorchDispatch():
-                made = as_fake(self.fake, _of_fixed_sizes(result, source), result.device)
+                tensor = as_fake(self.fake, _of_fixed_sizes(result, source), result.device)
             if result.known is not None:
-                made.__dict__[_KNOWN] = result.known
-            return made
+                tensor.__dict__[_KNOWN] = result.known
+            return tensor
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
             return as_fake(self.fake, _of_symbolic_sizes(result, source), result.device)
 

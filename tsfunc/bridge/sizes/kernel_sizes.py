@@ -84,8 +84,8 @@ def _method(vec: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
         x = kwargs.get("input", args[0] if args else None)
         if not isinstance(x, torch.Tensor):
             return NotImplemented
-        given = kwargs.get("output_size", args[1] if len(args) > 1 else None)
-        if all(type(size) is int for size in (*x.shape, *(given or ()))):
+        output_size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        if all(type(size) is int for size in (*x.shape, *(output_size or ()))):
             return NotImplemented
         return decomposition(*args, **kwargs)
 

@@ -40,9 +40,9 @@ def holds_by_remainders(constraint: Any, sizes: Mapping[str, tuple[int, int]]) -
     left, right = map(SizeSum.of_form, forms)
     difference = left - right
 
-    def holds(known: Mapping[str, SizeSum]) -> bool | None:
+    def holds(sums: Mapping[str, SizeSum]) -> bool | None:
         """Return None if the difference is not a polynomial for these sizes."""
-        polynomial = difference.substitute(known)
+        polynomial = difference.substitute(sums)
         if any(polynomial.operations()):
             return None
         match constraint:

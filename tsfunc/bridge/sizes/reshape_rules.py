@@ -57,10 +57,10 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
     if any(isinstance(size, torch.SymInt) and is_of_data(size) for size in (*x.shape, *shape)):
         return None
     left_out = [i for i, size in enumerate(shape) if type(size) is int and size == -1]
-    given = [size for i, size in enumerate(shape) if i not in left_out]
-    if len(left_out) > 1 or not all(_holds(size >= 0) for size in given):
+    sizes = [size for i, size in enumerate(shape) if i not in left_out]
+    if len(left_out) > 1 or not all(_holds(size >= 0) for size in sizes):
         return None
-    count, rest = math.prod(x.shape), math.prod(given)
+    count, rest = math.prod(x.shape), math.prod(sizes)
     if not left_out:
         return list(shape) if _holds(count == rest) else None
     with suppress_guards(x.fake_mode):

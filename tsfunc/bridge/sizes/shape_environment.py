@@ -63,8 +63,8 @@ def environment_class() -> Any:
 
         def __init__(self, symbols: Any) -> None:
             self.kept = {name: _CachedMethod(self, method) for name, method in cached.items()}
-            own = vars(Environment)  # the methods defined here call the cached ones
-            self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
+            methods = vars(Environment)  # the methods defined here call the cached ones
+            self.__dict__.update({name: x for name, x in self.kept.items() if name not in methods})
             start = functools.partial(
                 super().__init__, duck_shape=False, allow_scalar_outputs=True,
                 allow_dynamic_output_shape_ops=True,
@@ -175,10 +175,10 @@ class _CachedMethod:
         if not self._for_good and self._version != self._env._version_counter:
             self._version = self._env._version_counter
             self._known = {}
-        known, key = self._known, (args, tuple(kwargs.items()))
-        if key not in known:
-            known[key] = self._call(self._env, *args, **kwargs)
-        return known[key]
+        results, key = self._known, (args, tuple(kwargs.items()))
+        if key not in results:
+            results[key] = self._call(self._env, *args, **kwargs)
+        return results[key]
 
     def cache_clear(self) -> None:
         """Clear the cache; torch calls this method by its name."""

@@ -37,18 +37,18 @@ def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
     if any(len(column) != len(leaves) for column in columns):
         return None
     points = [sizes for sizes, _ in taken]
-    made = []
+    fitted = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             if any(column[i] != leaf for column in columns):
                 return None
-            made.append(leaf)
+            fitted.append(leaf)
             continue
         like = _fitted([column[i] for column in columns], points, atoms, fake)
         if like is None:
             return None
-        made.append(like)
-    return optree.tree_unflatten(tree, made)
+        fitted.append(like)
+    return optree.tree_unflatten(tree, fitted)
 
 
 def _fitted(

@@ -49,8 +49,8 @@ class ShapeProbe:
         self.env, self.call = env, call
         self.args, self.kwargs = _plain(args), _plain(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
-        known = env.backed_var_to_val
-        self.hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
+        hints = env.backed_var_to_val
+        self.hints = {s: _number(hints[s]) if s in hints else 7 for s in self.symbols}
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
@@ -109,8 +109,8 @@ class ShapeProbe:
             })  # fmt: skip
 
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
-        kept = {symbol: self.hints[symbol] for symbol in self.fixed}
-        within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
+        hints = {symbol: self.hints[symbol] for symbol in self.fixed}
+        within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **hints}.items()}
         return satisfying(self.needed, within)
 
     def _within(self, symbol: Any, size: Any) -> Any:

@@ -91,10 +91,10 @@ def slice_of(
     """``aten::slice`` of a fake tensor; NotImplemented if torch's own rule adds no guard."""
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
-    given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
-    if not given or type(step) is not int or step < 1:
+    symbolic = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
+    if not symbolic or type(step) is not int or step < 1:
         return NotImplemented
-    if any(map(is_of_data, given)):
+    if any(map(is_of_data, symbolic)):
         return _part_at_data(torch.ops.aten.slice.Tensor, x, dim, start, end, step)
     first = _within(0 if start is None else start, size)
     last = _within(sys.maxsize if end is None else end, size)
@@ -131,10 +131,10 @@ def _same_symbol(env: Any, key: tuple[Any, ...], size: Any) -> Any:
     """Return the size that was found for this key first; its symbol counts as fresh again."""
     if not isinstance(size, torch.SymInt) or not is_of_data(size):
         return size
-    known = env.parts.setdefault(key, size)
-    if known is not size and known.node.expr.is_symbol:
-        env.pending_fresh_unbacked_symbols.append(known.node.expr)
-    return known
+    earlier = env.parts.setdefault(key, size)
+    if earlier is not size and earlier.node.expr.is_symbol:
+        env.pending_fresh_unbacked_symbols.append(earlier.node.expr)
+    return earlier
 
 
 def _expression(size: Any) -> Any:
@@ -146,8 +146,8 @@ def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) 
     """``aten::diagonal``: its length is limited by both dims."""
     dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
     rows, columns = x.shape[dim1], x.shape[dim2]
-    given = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
-    if not given or dim1 == dim2 or any(map(is_of_data, given)):
+    symbolic = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
+    if not symbolic or dim1 == dim2 or any(map(is_of_data, symbolic)):
         return NotImplemented
     below = known(offset < 0) or not (known(offset >= 0) or offset >= 0)
     count = _at_least_0(_least(rows + offset, columns) if below else _least(rows, columns - offset))
@@ -168,8 +168,8 @@ def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
     if not x.dim():
         return NotImplemented
     dim = wrap_dim(dimension, x.dim())
-    given = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
-    if not given or any(map(is_of_data, given)):
+    symbolic = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
+    if not symbolic or any(map(is_of_data, symbolic)):
         return NotImplemented
     shape, strides = list(x.shape), list(x.stride())
     shape[dim] = (shape[dim] - size) // step + 1

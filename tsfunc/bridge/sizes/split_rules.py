@@ -19,8 +19,8 @@ from tsfunc.ops.dims import wrap_dim
 
 def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
     """True if there are symbolic sizes, and none depends on data."""
-    given = [size for size in (*x.shape, *numbers) if isinstance(size, torch.SymInt)]
-    return bool(given) and x.dim() > 0 and not any(map(is_of_data, given))
+    symbolic = [size for size in (*x.shape, *numbers) if isinstance(size, torch.SymInt)]
+    return bool(symbolic) and x.dim() > 0 and not any(map(is_of_data, symbolic))
 
 
 def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:

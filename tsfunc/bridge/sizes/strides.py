@@ -40,9 +40,9 @@ def hint_of(size: Any) -> int:
     node = size.node
     if node.hint is not None:
         return int(node.hint)
-    known = node.shape_env.backed_var_to_val
+    hints = node.shape_env.backed_var_to_val
     numbers = {
-        symbol: known.get(symbol, _FIRST_DATA_SIZE + 2 * int(symbol.name[1:]))
+        symbol: hints.get(symbol, _FIRST_DATA_SIZE + 2 * int(symbol.name[1:]))
         for symbol in node.expr.free_symbols
     }
     return int(node.expr.xreplace(numbers))
@@ -138,7 +138,7 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
     if op.name in _SECOND_FIRST:
         tensors.reverse()
     operands = [_layout(x) for x in tensors]
-    shape, given = _layout(result)
+    shape, strides = _layout(result)
     if 0 in shape:
         return None
     order: Sequence[int] | None
@@ -157,10 +157,10 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
             and operands.count(operands[0]) == len(operands)
             and _is_dense(operands[0])
         ):
-            return None if given == operands[0].strides else list(tensors[0].stride())
+            return None if strides == operands[0].strides else list(tensors[0].stride())
         order = _broadcast_order(operands, shape) if order is None else order
     return (
-        None if list(given) == dense_strides(shape, order) else dense_strides(result.shape, order)
+        None if list(strides) == dense_strides(shape, order) else dense_strides(result.shape, order)
     )
 
 
@@ -171,7 +171,7 @@ def _formatted_strides(like: torch.Tensor, result: Any) -> list[Any] | None:
     """
     if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return None
-    (shape, given), (sizes, steps) = _layout(result), _layout(like)
+    (shape, strides), (sizes, steps) = _layout(result), _layout(like)
     if 0 in shape:
         return None
     order, rank = list(range(len(shape))), len(sizes)
@@ -185,7 +185,7 @@ def _formatted_strides(like: torch.Tensor, result: Any) -> list[Any] | None:
         else:
             order = last
     dense = dense_strides(shape, order)
-    return None if list(given) == dense else dense_strides(result.shape, order)
+    return None if list(strides) == dense else dense_strides(result.shape, order)
 
 
 def _broadcast_order(operands: Sequence[_Layout], shape: Sequence[int]) -> Sequence[int]:
@@ -202,8 +202,8 @@ def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
     Source: ``AdvancedIndex`` in torch.
     """
     x, indices = args
-    given = [index for index in indices if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+    present = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in present):
         return None  # masks become indices of one dim
     at = [dim for dim, index in enumerate(indices) if index is not None]
     rest = [dim for dim in range(x.dim()) if dim not in at]
@@ -214,9 +214,9 @@ def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
     if last == first or 0 in shape:
         return None  # indices without dims
     indexed = shape[first:last]
-    steps = [_broadcast_strides(_layout(index), indexed) for index in given]
+    steps = [_broadcast_strides(_layout(index), indexed) for index in present]
     if result.device.type != "cpu" and any(step != steps[0] for step in steps):
-        steps = [dense_strides(indexed)] * len(given)
+        steps = [dense_strides(indexed)] * len(present)
     source = [hint_of(x.stride(dim)) for dim in rest]
     operands = [[*source[:first], *[0] * len(indexed), *source[first:]]]
     operands += [
@@ -238,8 +238,8 @@ def _strides_among_ones(
     base, elements = strides[-1], 1
     steps: list[int] = []
     sizes = [*[1] * before, *shape, *[1] * after]
-    given = [*[1] * before, *strides, *[1] * after]
-    for size, step, whole in zip(*map(reversed, (sizes, given, wanted)), strict=True):
+    all_strides = [*[1] * before, *strides, *[1] * after]
+    for size, step, whole in zip(*map(reversed, (sizes, all_strides, wanted)), strict=True):
         if size != 1 and step != elements * base:
             base, elements = step, 1
         steps.insert(0, elements * base if size == whole else 0)

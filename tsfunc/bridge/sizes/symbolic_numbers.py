@@ -138,8 +138,10 @@ def _called(overload: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented  # autograd and the hooks of tracers need the usual path
     if level is not None:
         out = op.call(tuple(args), kwargs, True)
-        made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
-        return out if made is None else made(out)
+        tuple_class = getattr(
+            torch.return_types, overload._schema.name.removeprefix("aten::"), None
+        )
+        return out if tuple_class is None else tuple_class(out)
     name = overload._schema.name.removeprefix("aten::")
     for active in reversed(current_levels()):
         if isinstance(active, TracerLevel) and active.handles_factory(name, op.random):
@@ -261,12 +263,12 @@ def solved_node(
     assert factors is not None
     slope, rest = factors
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    known: Any = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    proxies: Any = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
     solution: Any = torch.fx.Proxy(size, tracer)
     if rest != "0":
-        solution = solution - DimExpr(rest).evaluate(known)
+        solution = solution - DimExpr(rest).evaluate(proxies)
     if slope != "1":
-        solution = solution // DimExpr(slope).evaluate(known)
+        solution = solution // DimExpr(slope).evaluate(proxies)
     return solution.node
 
 

@@ -519,8 +519,8 @@ class Symbols:
         from sympy import Symbol
 
         answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
-        known = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
-        node: torch.fx.Node = number_node(graph, known, self._with_answers(expr, answers))
+        all_values = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
+        node: torch.fx.Node = number_node(graph, all_values, self._with_answers(expr, answers))
         if expr not in self._definitions and node not in values.values():
             node.meta["expr"] = self.spell(expr)
         return node
@@ -533,12 +533,12 @@ class Symbols:
         names, steps = self._names, self._steps
 
         def value(sizes: Mapping[str, Any]) -> Any:
-            known = {symbol: sizes[names[symbol]] for symbol in expr.free_symbols}
-            known = {
+            sizes_of_symbols = {symbol: sizes[names[symbol]] for symbol in expr.free_symbols}
+            sizes_of_symbols = {
                 symbol: x if steps[symbol] == 1 else x // steps[symbol]
-                for symbol, x in known.items()
+                for symbol, x in sizes_of_symbols.items()
             }
-            value = expr.subs(known)
+            value = expr.subs(sizes_of_symbols)
             if value.free_symbols:
                 return value
             if value.is_Boolean:

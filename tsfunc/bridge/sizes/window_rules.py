@@ -80,16 +80,16 @@ def _counts(
     sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[Any]:
     """Return the number of windows along each dim."""
-    window = (_per_dim(given, len(sizes)) for given in (kernel, stride, padding, dilation))
+    window = (_per_dim(extent, len(sizes)) for extent in (kernel, stride, padding, dilation))
     return [
         (size + 2 * around - apart * (length - 1) - 1) // step + 1
         for size, length, step, around, apart in zip(sizes, *window, strict=True)
     ]
 
 
-def _per_dim(given: Any, dims: int) -> Sequence[Any]:
+def _per_dim(value: Any, dims: int) -> Sequence[Any]:
     """Return an argument for each dim; torch accepts one value for all dims."""
-    numbers = [*given] if isinstance(given, list | tuple) else [given]
+    numbers = [*value] if isinstance(value, list | tuple) else [value]
     return numbers * dims if len(numbers) == 1 else numbers
 
 

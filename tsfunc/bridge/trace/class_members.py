@@ -49,9 +49,9 @@ def give_members(tracer: TraceTracer, cls: type) -> Iterator[str]:
     """Give a tracer the members of the class of its tensor, and return their names."""
     if users_class(cls) is torch.Tensor:
         return iter(())
-    made = _tracer_class(cls)
-    set_class(tracer, made)
-    return (name for name in vars(made) if name not in _OWN_MEMBERS and hasattr(cls, name))
+    tracer_class = _tracer_class(cls)
+    set_class(tracer, tracer_class)
+    return (name for name in vars(tracer_class) if name not in _OWN_MEMBERS and hasattr(cls, name))
 
 
 def _tracer_class(cls: type) -> type[TraceTracer]:
@@ -64,8 +64,8 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
                 bound = isinstance(member, classmethod | staticmethod)
                 members[name] = staticmethod(getattr(cls, name)) if bound else member
     # A class with a __torch_dispatch__ alone has a C function in this place.
-    own = getattr(getattr(cls, "__torch_function__"), "__func__", None)  # noqa: B009 - of any class
-    inherited = own is torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    handler = getattr(getattr(cls, "__torch_function__"), "__func__", None)  # noqa: B009 - of any class
+    inherited = handler is torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     if not inherited:
         refused = {
             name: property(_Refusal(cls, name)) for name in members if name not in _OF_CLASSES
@@ -73,13 +73,13 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
         of_results: Any = type(cls.__name__, (TraceTracer,), {"__slots__": (), **refused})
         of_results.__torch_function__ = _function_with(of_results, _keeping_calls)
     members |= {"__slots__": (), USERS_CLASS: cls}
-    made: Any = type(cls.__name__, (TraceTracer,), members)
-    made.__torch_function__ = (
-        _function_with(made, TraceTracer.__torch_function__)
+    tracer_class: Any = type(cls.__name__, (TraceTracer,), members)
+    tracer_class.__torch_function__ = (
+        _function_with(tracer_class, TraceTracer.__torch_function__)
         if inherited
         else _function_with(of_results, _keeping_calls)
     )
-    return made
+    return tracer_class
 
 
 class _Refusal:

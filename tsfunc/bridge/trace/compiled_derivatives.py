@@ -101,9 +101,9 @@ class _Call(Function):
                 tensors = [x.view_as(x) if x.requires_grad else x for x in tensors]
                 results = ctx.uncompiled(*tensors)
             outs, inputs = [results[i] for i in ctx.differentiable], [tensors[i] for i in ctx.wrt]
-        given = [cotangents[i] for i in ctx.differentiable]
+        chosen = [cotangents[i] for i in ctx.differentiable]
         pairs = [
-            (x, g) for x, g in zip(outs, given, strict=True) if g is not None and x.requires_grad
+            (x, g) for x, g in zip(outs, chosen, strict=True) if g is not None and x.requires_grad
         ]
         gradients: list[Any] = [None] * (2 + len(tensors))
         if pairs and inputs:

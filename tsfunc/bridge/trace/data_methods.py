@@ -56,10 +56,10 @@ def _batch_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     statistics = mean.clone(), variance.clone()
     out = func(x, weight, bias, *statistics, True, 1.0, *rest)
-    kept: Any = 1.0 - momentum  # type: ignore[operator]
+    decay: Any = 1.0 - momentum  # type: ignore[operator]
     with torch.no_grad():
         for running, of_batch in zip((mean, variance), statistics, strict=True):
-            running.mul_(kept).add_(of_batch * momentum)
+            running.mul_(decay).add_(of_batch * momentum)
     return out
 
 

@@ -44,9 +44,9 @@ def once(
         drawn.append(record(op, args, kwargs, trace))
         return pytrees.tree_map(copied, drawn[0])
 
-    kept = replayed(first, lambda kept: True, trace)
+    generator = replayed(first, lambda generator: True, trace)
     if drawn:
         return drawn[0]
     if op.writes:
-        return record(_COPY, (args[0], kept), {}, trace)
-    return pytrees.tree_map(copied, kept)
+        return record(_COPY, (args[0], generator), {}, trace)
+    return pytrees.tree_map(copied, generator)

@@ -156,10 +156,10 @@ def find_backend(name: str) -> Backend:
     try:
         backend: Any = lookup_backend(name)
     except InvalidBackend:
-        known = ", ".join(torch.compiler.list_backends())
+        names = ", ".join(torch.compiler.list_backends())
         raise ValueError(
             f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
-            f"and example inputs, or one of {known}"
+            f"and example inputs, or one of {names}"
         ) from None
     return functools.partial(_compiled, backend)
 

@@ -63,9 +63,9 @@ def _own_results(body: torch.fx.GraphModule) -> None:
             source = _source(result)
             if source.op in ("placeholder", "get_attr") or source in sources:
                 with body.graph.inserting_before(output):
-                    made = body.graph.call_function(torch.ops.aten.clone.default, (result,))
-                made.meta["val"] = result.meta["val"].clone()
-                result = made
+                    clone = body.graph.call_function(torch.ops.aten.clone.default, (result,))
+                clone.meta["val"] = result.meta["val"].clone()
+                result = clone
             sources.add(source)
         results.append(result)
     if any(new is not old for new, old in zip(results, given, strict=True)):
@@ -111,9 +111,9 @@ def _contiguous_clone(graph: torch.fx.Graph, node: Any) -> Any:
     if not isinstance(value, torch.Tensor) or 0 not in value.stride():
         return node
     kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
-    made = graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
-    made.meta["val"] = value.clone(**kwargs)
-    return made
+    clone = graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
+    clone.meta["val"] = value.clone(**kwargs)
+    return clone
 
 
 def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
@@ -124,18 +124,18 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
         at: the index of the argument with the operands of each call of the body.
     """
     args: Any = loop.args
-    known = {number.node.expr for number in _numbers(args)}
+    symbols = {number.node.expr for number in _numbers(args)}
     results = [size for size in _sizes(loop.meta["val"]) if isinstance(size, torch.SymInt)]
     wanted = {symbol for size in results for symbol in size.node.expr.free_symbols}
-    missing = sorted(wanted - known, key=str)
-    made = [node for symbol in missing for node in [_size(graph, symbol)] if node is not None]
-    if not made:
+    missing = sorted(wanted - symbols, key=str)
+    size_nodes = [node for symbol in missing for node in [_size(graph, symbol)] if node is not None]
+    if not size_nodes:
         return
-    loop.update_arg(at, (*args[at], *made))
+    loop.update_arg(at, (*args[at], *size_nodes))
     module: Any = graph.owning_module
     body = module.get_submodule(str(args[0].target))
     *_, last = [node for node in body.graph.nodes if node.op == "placeholder"]
-    for node in made:
+    for node in size_nodes:
         with body.graph.inserting_after(last):
             last = body.graph.placeholder(f"{node.name}_unused")
             last.meta["val"] = node.meta["val"]
@@ -166,7 +166,9 @@ def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
             return node
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                made: torch.fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                made.meta["val"] = size
-                return made
+                size_node: torch.fx.Node = graph.call_function(
+                    torch.ops.aten.sym_size.int, (node, dim)
+                )
+                size_node.meta["val"] = size
+                return size_node
     return None

@@ -92,10 +92,10 @@ class BackwardPasses:
 
     def serve(self, call: BackwardPass) -> bool:
         """See ``TracerLevel.allows_backward_outside``."""
-        given = (*call.results, *(call.inputs or ()))
-        if not all(isinstance(x, TraceTracer) and x.dispatch_level is self.level for x in given):
+        tensors = (*call.results, *(call.inputs or ()))
+        if not all(isinstance(x, TraceTracer) and x.dispatch_level is self.level for x in tensors):
             return False
-        if any(x.tracks for x in given):
+        if any(x.tracks for x in tensors):
             self.require()
         with DisableTorchFunctionSubclass():
             leaves = list(graph_leaves(call.results)) if call.inputs is None else call.inputs
@@ -123,21 +123,21 @@ class BackwardPasses:
             slot.tracer.grad = value
 
     def _slot(self, owner: torch.Tensor) -> GradSlot:
-        known = self.slots.get(id(owner))
-        if known is None:
+        slot = self.slots.get(id(owner))
+        if slot is None:
             argument = self._argument_of(owner)
             tracer = self.level.lift(owner) if argument is None else argument
             grad = self._read(owner)
             before = None if grad is None else self.level.lift(grad)
             with DisableTorchFunctionSubclass():
                 tracer.grad = before
-            known = self.slots[id(owner)] = GradSlot(tracer, owner, before)
-        return known
+            slot = self.slots[id(owner)] = GradSlot(tracer, owner, before)
+        return slot
 
     def _argument_of(self, owner: torch.Tensor) -> TraceTracer | None:
         """Return the tracer of a tensor that is an argument, or None."""
-        known = self.level.tensor_guards.arguments
-        return next((tracer for tracer, base in known if base.sample is owner), None)
+        arguments = self.level.tensor_guards.arguments
+        return next((tracer for tracer, base in arguments if base.sample is owner), None)
 
     def changed(self) -> Iterator[GradSlot]:
         """Yield each ``.grad`` that the function has replaced."""
@@ -165,7 +165,7 @@ class BackwardPasses:
         argument = self.level.tensor_guards.argument(tracer)
         if argument is not None:
             return argument.sample
-        return next((x for x, known in self.level.lifted.values() if known is tracer), None)
+        return next((x for x, lifted in self.level.lifted.values() if lifted is tracer), None)
 
 
 def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[Any]:
@@ -225,7 +225,7 @@ class Lifting(UserCode):
         self.level = level
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, given = kwargs or {}, args
+        kwargs, args_in = kwargs or {}, args
         running = tls.state.running
         if running is not None and running.depth < self.level.depth:
             # The kernel of an outer level: a backward pass computes with saved tensors of it.
@@ -261,7 +261,7 @@ class Lifting(UserCode):
         out = func(*args, **kwargs)
         # The result of an in-place write is the given tensor: `self.w += 1` assigns the module's
         # own parameter again.
-        return given[0] if given and out is args[0] else out
+        return args_in[0] if args_in and out is args[0] else out
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -75,11 +75,11 @@ def _number_of_sizes(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.
         order = _ancestors(node, lambda x: x in tensors or "number" in x.meta, _is_followed)
         if not order or _is_written(node.graph, {*order}):
             return None
-        known = _Elements(tensors)
+        elements = _Elements(tensors)
         with torch_state.outside_all_transforms(), torch.no_grad():
             for step in order:
-                known.add(step)
-            return known.element(node)
+                elements.add(step)
+            return elements.element(node)
     except _Unknown:
         return None
 
@@ -128,8 +128,8 @@ def _is_written(graph: torch.fx.Graph, nodes: set[torch.fx.Node]) -> bool:
     nodes = set(nodes)
     for node in graph.nodes:
         op = node.meta.get("op")
-        given = [x for x in node.all_input_nodes if x in nodes]
-        if not given or op is None:
+        inputs = [x for x in node.all_input_nodes if x in nodes]
+        if not inputs or op is None:
             continue
         if op.writes:
             return True
@@ -209,8 +209,8 @@ class _Elements:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             plain = value.dtype in _DTYPES and value.device.type == "cpu"
-            known = all(type(size) is int for size in value.shape)
-            small = known and value.numel() <= MOST_ELEMENTS
+            is_fixed = all(type(size) is int for size in value.shape)
+            small = is_fixed and value.numel() <= MOST_ELEMENTS
             if not plain or not small:
                 raise _Unknown
         positions = self._computed(node)

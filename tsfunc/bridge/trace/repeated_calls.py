@@ -128,10 +128,10 @@ class RepeatedCalls:
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of a function call that repeats an earlier one, or NotImplemented."""
         keyed = self._key(func, args, kwargs, False)
-        known = None if keyed is None else self._known.get(keyed[0])
-        if keyed is None or known is None:
+        recorded = None if keyed is None else self._known.get(keyed[0])
+        if keyed is None or recorded is None:
             return NotImplemented
-        return self._repeat(known, keyed[1], False)
+        return self._repeat(recorded, keyed[1], False)
 
     def record_or_repeat(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
@@ -148,8 +148,8 @@ class RepeatedCalls:
             return call()
         key, operands = keyed
         if key in self._known:
-            known = self._known[key]
-            return call() if known is None else self._repeat(known, operands, dispatched)
+            recorded = self._known[key]
+            return call() if recorded is None else self._repeat(recorded, operands, dispatched)
         outer, self._watched = self._watched, []
         try:
             out = call()
@@ -253,7 +253,7 @@ class RepeatedCalls:
             return None
         positions = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
         try:
-            given = [_with_operands(list(arg) if type(arg) is tuple else arg, positions)
+            arguments = [_with_operands(list(arg) if type(arg) is tuple else arg, positions)
                      for arg in args]  # fmt: skip
             named = {name: _with_operands(arg, positions) for name, arg in kwargs.items()}
             values = [x.value for x in results] if container else results.value
@@ -261,19 +261,21 @@ class RepeatedCalls:
                 described = self._results.described(values, [x.value for x in operands])
         except IncompleteMetadataError:
             return None
-        used = sorted({item.position for item in objects_in(_Operand, (*given, *named.values()))})
-        return RepeatedCall(op, given, named, used, described, container)
+        used = sorted(
+            {item.position for item in objects_in(_Operand, (*arguments, *named.values()))}
+        )
+        return RepeatedCall(op, arguments, named, used, described, container)
 
-    def _repeat(self, known: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
+    def _repeat(self, recorded: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
         """Record a call that repeats an earlier one, and return its results.
 
         The dispatch handler restores the grad mode of the level, as it restores the rest of
         torch's state. The function handler is in that mode: levels inside have restored it.
         """
         level = self._level
-        op, args, kwargs, positions, described, container = known
+        op, args, kwargs, positions, described, container = recorded
         nodes = [x.node for x in operands]
-        given = [_filled(arg, nodes) for arg in args]
+        arguments = [_filled(arg, nodes) for arg in args]
         named = {name: _filled(arg, nodes) for name, arg in kwargs.items()} if kwargs else {}
         tracks = any(operands[i].tracks for i in positions)
         mode = torch.is_grad_enabled()
@@ -281,7 +283,7 @@ class RepeatedCalls:
             if not dispatched:
                 set_grad_mode(mode)
             values = self._results.made(described, [x.value for x in operands])
-            node, out = self._record(op, given, named, values, tracks, level)
+            node, out = self._record(op, arguments, named, values, tracks, level)
         if self._watched is not None:
             args = [_filled(arg, operands) for arg in args]
             kwargs = {name: _filled(arg, operands) for name, arg in kwargs.items()}

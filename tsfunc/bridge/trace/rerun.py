@@ -26,8 +26,8 @@ class FakeRerun:
     """
 
     def __init__(self, sample: Any) -> None:
-        known = isinstance(sample, FakeTensor)
-        self._mode = sample.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
+        is_fake = isinstance(sample, FakeTensor)
+        self._mode = sample.fake_mode if is_fake else FakeTensorMode(allow_non_fake_inputs=False)
 
     def assume(self, constraints: Sequence[str]) -> None:
         """Assume constraints on named dims, and about numbers among the arguments."""
@@ -38,11 +38,11 @@ class FakeRerun:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a fake input with the metadata of another fake tensor."""
         with torch_state.outside_all_transforms(), self._mode:
-            made = torch.empty_strided(
+            tensor = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
-            made = made.conj() if value.is_conj() else made
-            return torch._neg_view(made) if value.is_neg() else made
+            tensor = tensor.conj() if value.is_conj() else tensor
+            return torch._neg_view(tensor) if value.is_neg() else tensor
 
     def call(self, target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Return the results of an operator, with autograd's dispatch keys active as in the trace.

@@ -29,13 +29,13 @@ def step_or_skip(
     with torch.no_grad():
         make_state(optimizer)
         before = [(tensor, tensor.clone()) for tensor in _tensors(optimizer)]
-    known = {id(tensor) for tensor, _ in before}
+    earlier = {id(tensor) for tensor, _ in before}
     out = optimizer.step(*args, **kwargs)
     with torch.no_grad():
         for tensor, old in before:
             tensor.copy_(torch.where(skips.to(tensor.device), old, tensor))
         for tensor in _tensors(optimizer):
-            if id(tensor) not in known:
+            if id(tensor) not in earlier:
                 _refuse_dampening(optimizer)
                 tensor.copy_(torch.where(skips.to(tensor.device), torch.zeros_like(tensor), tensor))
     return out

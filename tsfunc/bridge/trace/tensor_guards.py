@@ -403,8 +403,8 @@ _FORMATS: Final = {
 
 def offset(self: Any) -> Any:
     """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
-    own = without_handlers(torch.Tensor.storage_offset, self)
-    return own if _guards_of(self) is None else own + offset_outside(self)
+    own_offset = without_handlers(torch.Tensor.storage_offset, self)
+    return own_offset if _guards_of(self) is None else own_offset + offset_outside(self)
 
 
 def offset_outside(x: Any) -> int:
@@ -461,11 +461,11 @@ def set_class(self: Any, cls: type) -> None:
 
 def dict_of(self: Any) -> Any:
     """Implement ``x.__dict__`` of a traced tensor."""
-    own = _DICT.__get__(self)
-    guards = _guards_of(self) if "dispatch_level" in own else None
+    namespace = _DICT.__get__(self)
+    guards = _guards_of(self) if "dispatch_level" in namespace else None
     argument = None if guards is None else guards.argument(self)
     if guards is None or argument is None:
-        return own
+        return namespace
     return guards.attribute_of(argument, "__dict__")
 
 

@@ -154,12 +154,12 @@ class TraceLevel(TracerLevel):
         if type(sample) is not torch.Tensor and is_dtensor(sample):
             self.of_dtensors = True
         with DisableTorchFunction(), without_factory_keys():
-            made = new_fake(self.fake, shape, strides, sample.dtype, sample.device)
+            tensor = new_fake(self.fake, shape, strides, sample.dtype, sample.device)
             if not (sample.is_conj() or sample.is_neg()):
-                return made
+                return tensor
             with self.fake:
-                made = made.conj() if sample.is_conj() else made
-                return torch._neg_view(made) if sample.is_neg() else made
+                tensor = tensor.conj() if sample.is_conj() else tensor
+                return torch._neg_view(tensor) if sample.is_neg() else tensor
 
     def record(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
@@ -192,17 +192,17 @@ class TraceLevel(TracerLevel):
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
         """Lift a tensor from outside: the program reads it at every call, as an input."""
-        known = self.lifted.get(id(value))
-        if known is None:
+        entry = self.lifted.get(id(value))
+        if entry is None:
             check_layout(value)
             like = self.fake_like(value, value.shape, value.stride())
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
             node.target = node.name  # another name if a parameter has this one
-            known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
-            self.lifted[id(value)] = known
-            self.on_lift(known[1], value)
-        return known[1]
+            entry = value, self._leaf(traced_as(like, node, self, value.requires_grad))
+            self.lifted[id(value)] = entry
+            self.on_lift(entry[1], value)
+        return entry[1]
 
     def tensors_outside(self) -> dict[torch.fx.Node, torch.Tensor]:
         """Return the plain tensors from outside, by their nodes."""
@@ -210,8 +210,8 @@ class TraceLevel(TracerLevel):
 
     def tensor_of_input(self, node: torch.fx.Node) -> torch.Tensor | None:
         """Return the tensor that an input of the graph stands for; None for another node."""
-        given = {tracer.node: x.sample for tracer, x in self.tensor_guards.arguments}
-        return {**given, **self.tensors_outside()}.get(node)
+        samples = {tracer.node: x.sample for tracer, x in self.tensor_guards.arguments}
+        return {**samples, **self.tensors_outside()}.get(node)
 
     def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:
         return self.lifted_here(value)
@@ -433,8 +433,8 @@ def record_call(
     def node_of(arg: Any) -> Any:
         nonlocal any_tracks
         if isinstance(arg, torch.Tensor):
-            own = isinstance(arg, TraceTracer) and arg.dispatch_level is level
-            tracer: TraceTracer = arg if own else level.lift(arg)  # type: ignore[assignment]
+            is_of_level = isinstance(arg, TraceTracer) and arg.dispatch_level is level
+            tracer: TraceTracer = arg if is_of_level else level.lift(arg)  # type: ignore[assignment]
             any_tracks = any_tracks or tracer.tracks
             return tracer.node
         return level.sizes(arg) if isinstance(arg, SYMBOLIC) else arg
@@ -502,8 +502,8 @@ def _record_write(
     tracks: bool,
 ) -> Any:  # fmt: skip
     """Record that an operator has written its first argument, and return the argument."""
-    own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
-    first = args[0] if own else level.lift(args[0])
+    is_of_level = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
+    first = args[0] if is_of_level else level.lift(args[0])
     first.tracks = first.tracks or tracks
     node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
     if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):

@@ -32,9 +32,9 @@ def traces_dtensors() -> bool:
 
 def _reads_requires_grad(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """True if autograd will record on the tensor when the program runs."""
-    own = metadata(func, types, args, kwargs)
-    if own or not isinstance(args[0], TraceTracer):
-        return own
+    answer = metadata(func, types, args, kwargs)
+    if answer or not isinstance(args[0], TraceTracer):
+        return answer
     return records_outside(args[0])
 
 
@@ -63,8 +63,8 @@ def _new_tensor(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(data, torch.Tensor):
         return torch.tensor(data, **options)
     requires_grad = options.pop("requires_grad", False)
-    made = data.detach().clone().to(**options)
-    return made.requires_grad_() if requires_grad else made
+    tensor = data.detach().clone().to(**options)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 function_rules.add(Stage.METHOD, _new_tensor, torch.Tensor.new_tensor)

@@ -122,12 +122,12 @@ def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> CallPlanTabl
 def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a call of the function handler by its plan; NotImplemented leaves it to the table."""
     overload = type(func) is OpOverload
-    known: Any = (
+    plans: Any = (
         _plans_of_overload(func, kwargs) if overload else FUNCTION_PLANS.get(func, _UNKNOWN)
     )
-    if known is _UNKNOWN:
-        known = plans_of_function(func)
-    if known is None or below_autograd():
+    if plans is _UNKNOWN:
+        plans = plans_of_function(func)
+    if plans is None or below_autograd():
         return NotImplemented  # a mode calls it: the dispatch handler restores the keys
     values: Sequence[Any]
     if kwargs:
@@ -142,12 +142,12 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if overload and not state.mask & level.bits:
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
-        plan = known.recorded.get(key) or known.make_recorded(func, args, kwargs, kinds, key)
+        plan = plans.recorded.get(key) or plans.make_recorded(func, args, kwargs, kinds, key)
         recordable = state.remap_args is None and _is_recordable(plan, level, values)
         return _call_recorded(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
-    plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
+    plan = plans.plans.get(key) or plans.make(func, args, kwargs, kinds, key)
     step = plan.step
     if state.remap_args is not None and step is not _TABLE:
         remapped = state.remap_args(func, args, kwargs)
@@ -256,8 +256,8 @@ def _wrapped(
         return args[0]
     if plan.operator is None or type(values) is _Tensor:
         return wrap(values, bdims, level)
-    made = rewrap(plan.operator, level, args, kwargs, values, bdims)
-    return made if plan.form is None else plan.form.result_of(made)
+    results = rewrap(plan.operator, level, args, kwargs, values, bdims)
+    return results if plan.form is None else plan.form.result_of(results)
 
 
 def _decomposed(plan: CallPlan, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
@@ -298,8 +298,8 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     captured = level.torch_state
     if captured.in_modes:
         return NotImplemented  # the guard of the level handles modes
-    known = op.plans or plans_of_operator(op)
-    plan = known.plans.get(key) or known.make(op.overload, args, kwargs, kinds, key)
+    plans = op.plans or plans_of_operator(op)
+    plan = plans.plans.get(key) or plans.make(op.overload, args, kwargs, kinds, key)
     step = plan.step
     if step is _TABLE or (plan.writes and level.splitter is not None) or level.detaches_operands:
         return NotImplemented

@@ -218,8 +218,8 @@ class BatchTracer(Tracer):
         level = self.dispatch_level
         value = value_text(self.value)
         if not level.alive:
-            known = f": {value}" if self.bdim is None else ""
-            return f"BatchTracer(of {level.name}, which has ended{known})"
+            shown = f": {value}" if self.bdim is None else ""
+            return f"BatchTracer(of {level.name}, which has ended{shown})"
         dims = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
         return f"BatchTracer({text_of(self)} of {level.name}, {dims}: {value})"
 
@@ -409,16 +409,16 @@ def unwrap_args(args: Sequence[Any], current: BatchLevel | None = None) -> Unwra
     for arg in args:
         kind: Any = type(arg)
         if kind in TRACERS or (current is not None and isinstance(arg, BatchTracer)):
-            own = arg.dispatch_level
-            if own is level or level is None:
-                level = own
+            level_of_arg = arg.dispatch_level
+            if level_of_arg is level or level is None:
+                level = level_of_arg
                 kinds.append(arg.bdim)
                 values.append(arg.value)
                 continue
             if current is None:
                 return _unwrap_innermost(args)
-            if own.depth >= current.depth:
-                refuse_escaped("an operator", own)
+            if level_of_arg.depth >= current.depth:
+                refuse_escaped("an operator", level_of_arg)
         elif kind in _SEQUENCES or (current is not None and isinstance(arg, list | tuple)):
             items = set(map(type, arg))
             if not items <= NO_TENSORS:

@@ -226,8 +226,8 @@ FUNCTION_PLANS: dict[Any, CallPlanTable | None] = {}
 def plans_of_function(function: Any) -> CallPlanTable | None:
     """Return the plans of a function at its first call, and keep them."""
     rule = registry.find(Stage.BATCHING, function)
-    own = METHODS.get(function) is not None and not _serves_numbers(function)
-    may_parse = has_forms(function) and function not in WRITERS and not own
+    is_method = METHODS.get(function) is not None and not _serves_numbers(function)
+    may_parse = has_forms(function) and function not in WRITERS and not is_method
     composite = (
         type(function) is FunctionType
         and rule is None
@@ -237,11 +237,11 @@ def plans_of_function(function: Any) -> CallPlanTable | None:
     below = method is not None and method.leaves is not None
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
     planned = rule is not None or may_parse or composite or below
-    made = CallPlanTable(None, rule, may_parse, composite) if planned else None
-    if made is not None and may_parse and rule is None:
-        made.training = _training_argument(function)
-    FUNCTION_PLANS[function] = made
-    return made
+    table = CallPlanTable(None, rule, may_parse, composite) if planned else None
+    if table is not None and may_parse and rule is None:
+        table.training = _training_argument(function)
+    FUNCTION_PLANS[function] = table
+    return table
 
 
 def _training_argument(function: Any) -> int | None:
@@ -276,7 +276,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def _function_plan(
-    known: CallPlanTable, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]
+    table: CallPlanTable, function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]
 ) -> CallPlan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
@@ -285,10 +285,10 @@ def _function_plan(
     if _serves_numbers(function) and not _leaves(Stage.METHOD, function, kinds):
         return TABLE  # a tensor stands for a number
     writes = function in WRITERS
-    rule = known.rule
+    rule = table.rule
     if writes and (type(kinds[0]) is not int or not _leaves(Stage.WRITE, function, kinds)):
         rule = None  # the written tensor becomes a batched tracer first (``writes``)
-    if rule is not None and known.takes(kwargs, kinds[len(args) :]):
+    if rule is not None and table.takes(kwargs, kinds[len(args) :]):
         direct = None
         if rule.rule in (pointwise, pointwise_inplace):
             direct = _direct_plan(function, rule.rule, kinds, len(args))
@@ -306,13 +306,13 @@ def _function_plan(
             plan.parsed = _parsed(function, args, kwargs)
             _shift_function(plan, function, kwargs, kinds)
         return plan
-    if writes or (function in METHODS and not known.may_parse):
+    if writes or (function in METHODS and not table.may_parse):
         plan = _below_plan(function, args, kwargs, kinds)
         plan.writes = plan.below and writes and type(kinds[0]) is int
         if plan.writes:
             _shift_function(plan, function, kwargs, kinds)
         return plan
-    if not known.may_parse:
+    if not table.may_parse:
         return TABLE
     form = find_form(function, args, kwargs)
     if form is None:  # torch calls no operator of that name, or none at all

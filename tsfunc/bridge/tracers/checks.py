@@ -163,10 +163,10 @@ def refuse_caught_checks(level: TracerLevel) -> None:
     Raises:
         DataDependentError: the function has caught such an error.
     """
-    own = [check for check in FAILED_CHECKS if level in check.levels]
-    for check in own:
+    failed = [check for check in FAILED_CHECKS if level in check.levels]
+    for check in failed:
         FAILED_CHECKS.remove(check)
-    for check in own:
+    for check in failed:
         if len(check.examples) < check.count:
             raise DataDependentError(
                 f"{level.name}, at {check.location}: expected a check that all examples pass or "

@@ -82,11 +82,11 @@ class CallKeys:
 
     def key(self, generator: torch.Generator | None) -> torch.Tensor:
         """Return two 32-bit words from a generator (None: torch's own), of the outer levels."""
-        known = self._keys.get(generator)
-        if known is None:
+        key = self._keys.get(generator)
+        if key is None:
             with self._at_entry():
-                known = self._keys[generator] = _draw(generator)
-        return known
+                key = self._keys[generator] = _draw(generator)
+        return key
 
     @contextmanager
     def _at_entry(self) -> Iterator[None]:

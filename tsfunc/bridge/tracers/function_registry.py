@@ -119,9 +119,11 @@ class FunctionRules:
             DispatchError: a callable has a rule of that stage already.
         """
         for function in functions:
-            made = FunctionRule(function, stage, rule, view, options, numbers, leaves, shifts)
-            _refuse_second(self.declared, made)
-            self.declared[stage, function] = made
+            function_rule = FunctionRule(
+                function, stage, rule, view, options, numbers, leaves, shifts
+            )
+            _refuse_second(self.declared, function_rule)
+            self.declared[stage, function] = function_rule
 
     def replace(
         self,

@@ -46,7 +46,7 @@ class GeneratorStates:
         self.draw_count += 1
         if generator is None or not self._saves:
             return
-        if all(known is not generator for known, _ in self._began):
+        if all(begun is not generator for begun, _ in self._began):
             self._began.append((generator, generator.get_state()))
 
     def rewind(self) -> None:

@@ -282,19 +282,19 @@ def _dispatch_modes() -> _Modes:
     """Return the stack of dispatch modes, and torch's state about it in Python."""
     flags = vars(_python_dispatch)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
-    kept = [(x, len(x)) for mode in stack for x in _former_flags(mode)]
-    return stack, [flags[name] for name in _FLAGS], kept
+    former_flags = [(x, len(x)) for mode in stack for x in _former_flags(mode)]
+    return stack, [flags[name] for name in _FLAGS], former_flags
 
 
 def _former_flags(mode: Any) -> list[deque[bool]]:
     """Return the stacks in which an active mode keeps the flags from before each of its blocks."""
-    own: dict[str, Any] = getattr(mode, "__dict__", {})
-    return [value for name, value in own.items() if name.endswith("dispatch_mode_flags")]
+    attributes: dict[str, Any] = getattr(mode, "__dict__", {})
+    return [value for name, value in attributes.items() if name.endswith("dispatch_mode_flags")]
 
 
 def _restore_dispatch_modes(before: _Modes | None) -> None:
-    modes, flags, kept = before or ((), [False] * len(_FLAGS), ())
-    for former, length in kept:  # a mode that enters itself again in its own handler
+    modes, flags, former_flags = before or ((), [False] * len(_FLAGS), ())
+    for former, length in former_flags:  # a mode that enters itself again in its own handler
         while len(former) > length:
             former.pop()
     _restore_stack(
@@ -446,9 +446,9 @@ def _restore(before: tuple[Any, ...]) -> None:
     for leave in hooks.leave_dual_level.functions:
         leave(dual)
     _restore_thread_state(of_torch)
-    me, kept = threading.get_ident(), set(state.levels)
+    me, levels = threading.get_ident(), set(state.levels)
     for level, thread in tuple(active_levels.items()):
-        if thread == me and level not in kept:
+        if thread == me and level not in levels:
             level.alive = False
             active_levels.pop(level, None)
     tls.state = state
@@ -468,25 +468,25 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
     if "torch._dynamo.eval_frame" in sys.modules:
         run_compiled_code_eagerly(_compiled_code_is_unsupported)
     guard_handlers()
-    own = outermost
-    if own.unrestored is not None:
-        _restore(own.unrestored)
+    thread = outermost
+    if thread.unrestored is not None:
+        _restore(thread.unrestored)
     state = tls.state
     before = (
-        state, own.recording, own.forward, forward_ad._current_level, open_blocks(),
+        state, thread.recording, thread.forward, forward_ad._current_level, open_blocks(),
         _thread_state(),
     )  # fmt: skip
     try:
-        with own.guard:
+        with thread.guard:
             try:
-                own.inside = True
+                thread.inside = True
                 return call(*args, **kwargs)
             except BaseException as error:
-                own.unrestored = before
+                thread.unrestored = before
                 release_guards(error, ours=True)
                 raise
             finally:
-                own.inside = False
+                thread.inside = False
                 tls.state = state
     except BaseException as error:
         _restore(before)
@@ -495,7 +495,7 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
             raise interrupt from None
         raise
     finally:
-        if own.unrestored is not None:  # the restoration was interrupted
+        if thread.unrestored is not None:  # the restoration was interrupted
             _restore(before)
 
 

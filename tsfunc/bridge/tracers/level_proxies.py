@@ -23,9 +23,9 @@ class LevelProxy:
 
     def copy_from(self, level: Level) -> None:
         """Copy all attributes of the replaced level; the subclass then sets its own."""
-        own: type = type(self)
+        proxy_class: type = type(self)
         other: type = type(level)
-        for name in (*_copied_slots(own, other), "inner"):
+        for name in (*_copied_slots(proxy_class, other), "inner"):
             setattr(self, name, getattr(level, name))
 
     def remap(self, value: Any) -> Any:
@@ -34,10 +34,10 @@ class LevelProxy:
 
 
 @functools.cache
-def _copied_slots(own: type, other: type) -> tuple[str, ...]:
+def _copied_slots(proxy_class: type, other: type) -> tuple[str, ...]:
     """Return the slots of a level's class that its replacement has too, except properties."""
     names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
-    places = [(name, getattr(own, name, None)) for name in names]
+    places = [(name, getattr(proxy_class, name, None)) for name in names]
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 

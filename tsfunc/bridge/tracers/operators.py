@@ -231,8 +231,8 @@ def operator_of(overload: OpOverload) -> TorchOperator:
     if op is None:
         # Two threads may get here at once: one of them makes the row, and the other gets that row.
         with _lock:
-            known = find_operator(overload.name())
-            op = known if isinstance(known, TorchOperator) else TorchOperator(overload)
+            operator = find_operator(overload.name())
+            op = operator if isinstance(operator, TorchOperator) else TorchOperator(overload)
             operators_by_id[id(overload)] = op
     return op
 
@@ -269,12 +269,12 @@ def functional_overload(op: TorchOperator) -> tuple[Any, Sequence[str]] | None:
     if wanted and not op.out_names:
         wanted[0] = (*wanted[0][:2], False)
         name = name.removesuffix("_")
-    known = {name for name, *_ in wanted}
+    names = {name for name, *_ in wanted}
     for form in overloads_of(f"{namespace}::{name}"):
-        made = {a.name for a in form.arguments} & _FACTORY_OPTIONS - known
-        rest = [(a.name, a.type, a.writes) for a in form.arguments if a.name not in made]
+        options = {a.name for a in form.arguments} & _FACTORY_OPTIONS - names
+        rest = [(a.name, a.type, a.writes) for a in form.arguments if a.name not in options]
         if rest == wanted and form.form != "out":
-            return form.call, [name for name in _FACTORY_ATTRIBUTES if name in made]
+            return form.call, [name for name in _FACTORY_ATTRIBUTES if name in options]
     return None
 
 
@@ -300,10 +300,10 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
     """
     overloads = [getattr(packet, name) for name in packet.overloads()]
     operators = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
-    kept = [op for op in operators if not op.out_names]
-    if not kept:
+    without_out = [op for op in operators if not op.out_names]
+    if not without_out:
         raise DispatchError(f"{packet} has no overload that returns its result.")
-    return kept
+    return without_out
 
 
 def overload_for(packet: OpOverloadPacket, args: Args, kwargs: Kwargs) -> OpOverload | None:

@@ -63,10 +63,10 @@ def preserve_state(module: nn.Module, states: Any) -> undoing:
         module: the module, which ``torch.func.functional_call`` gives the tensors.
         states: the tensors of the call by name, or several such dicts.
     """
-    given = [states] if isinstance(states, Mapping) else list(states)
-    names = {name for state in given for name in state}
-    tensors = {id(value) for state in given for value in state.values()}
-    own = [
+    dicts = [states] if isinstance(states, Mapping) else list(states)
+    names = {name for state in dicts for name in state}
+    tensors = {id(value) for state in dicts for value in state.values()}
+    own_names = [
         (entries, name, value, f"{prefix}.{name}" if prefix else name)
         for prefix, part in module.named_modules()
         for entries in (part._parameters, part._buffers)
@@ -74,7 +74,7 @@ def preserve_state(module: nn.Module, states: Any) -> undoing:
     ]
 
     def restore() -> None:
-        for entries, name, value, path in own:
+        for entries, name, value, path in own_names:
             now = entries.get(name)
             # Tied parameters have several names, and the call one of them.
             if now is not value and (path in names or id(now) in tensors):

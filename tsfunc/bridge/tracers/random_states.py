@@ -21,8 +21,8 @@ def devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
 
 def states_of(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Return the states of the CPU's generator and of the devices' generators."""
-    own = [torch.get_device_module(device).get_rng_state(device) for device in devices]
-    return [torch.get_rng_state(), *own]
+    device_states = [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    return [torch.get_rng_state(), *device_states]
 
 
 @contextmanager

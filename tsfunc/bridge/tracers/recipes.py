@@ -177,12 +177,12 @@ def record_recipes(
         return None
     single = len(plan.operator.overload._schema.returns) == 1
     results = [out] if single else out or ()  # a check of errors returns nothing
-    made = []
+    recipes = []
     for i, result in enumerate(results):
         bdim = out_dims if single or not isinstance(out_dims, list | tuple) else out_dims[i]
         parts = result if isinstance(result, list | tuple) else (result,)
         each = bdim if isinstance(bdim, list | tuple) else [bdim] * len(parts)
-        made.append(list(zip(parts, each, strict=True)))
+        recipes.append(list(zip(parts, each, strict=True)))
     if not recorder.known.issuperset(map(id, tensors_in(results))):
         return None
-    return recorder.steps, made
+    return recorder.steps, recipes

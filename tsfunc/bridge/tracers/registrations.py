@@ -275,8 +275,8 @@ def register_kernels(key: str, kernels: Mapping[str, Kernel]) -> None:
         for name, kernel in kernels.items():
             overload = overload_of(name)
             if overload is not None:
-                made = functools.partial(kernel, overload, rest)
-                library.impl(name.removeprefix("aten::"), made, key, with_keyset=True)
+                bound_kernel = functools.partial(kernel, overload, rest)
+                library.impl(name.removeprefix("aten::"), bound_kernel, key, with_keyset=True)
 
 
 def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
@@ -294,9 +294,11 @@ def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
     for name, (kernel, skipped_by_one_derivative) in kernels.items():
         overload = overload_of(name)
         if overload is not None:
-            made = functools.partial(kernel, overload, rest)
+            bound_kernel = functools.partial(kernel, overload, rest)
             again = " more than once" if skipped_by_one_derivative else ""
-            _handlers.register_if(name.removeprefix("aten::"), f"differentiated{again}", made)
+            _handlers.register_if(
+                name.removeprefix("aten::"), f"differentiated{again}", bound_kernel
+            )
 
 
 # --- the dispatch handlers of tracers
@@ -345,8 +347,8 @@ def _subclasses(cls: type[Tracer]) -> Iterator[type[Tracer]]:
 
 def _dispatch_handler(cls: type[Tracer]) -> Callable[..., Any]:
     """Return the dispatch handler of a class as a function of the class and the call."""
-    own = getattr(cls.__torch_dispatch__, "__func__", None)
-    return own if isinstance(own, FunctionType) else _compiled_dispatch_handler
+    handler = getattr(cls.__torch_dispatch__, "__func__", None)
+    return handler if isinstance(handler, FunctionType) else _compiled_dispatch_handler
 
 
 def _compiled_dispatch_handler(cls: type[Tracer], *call: Any) -> Any:

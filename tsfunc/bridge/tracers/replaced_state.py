@@ -48,16 +48,16 @@ def _replace(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **options: Any
 ) -> Any:
     """Return torch's context manager for a call; the call is known while the context is active."""
-    made = _torch_replace(module, tensors, *args, **options)
-    return made if is_dynamo_compiling() else _noting(module, tuple(tensors), made)
+    context = _torch_replace(module, tensors, *args, **options)
+    return context if is_dynamo_compiling() else _noting(module, tuple(tensors), context)
 
 
 @contextmanager
 def _noting(
-    module: nn.Module, names: Sequence[str], made: AbstractContextManager[None]
+    module: nn.Module, names: Sequence[str], context: AbstractContextManager[None]
 ) -> Iterator[None]:
     active = (*_calls.active, (module, names))
-    with made, overriding(_calls, active=active), own_parametrizations():
+    with context, overriding(_calls, active=active), own_parametrizations():
         yield
 
 

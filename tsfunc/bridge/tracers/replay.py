@@ -65,18 +65,18 @@ def replayed(make: Callable[[], T], fits: Callable[[T], bool], draws_at: Any = N
     Args:
         draws_at: the trace, for an object that has random numbers.
     """
-    made = None
+    generator = None
     for record, objects in _runs.replays:
         if draws_at is None or record.draws_at is draws_at:
-            made = next(objects, None)
-    if made is None or not fits(made):
-        made = make()
+            generator = next(objects, None)
+    if generator is None or not fits(generator):
+        generator = make()
     replays = [record for record, _ in _runs.replays]
     for record in _runs.recorded:
         of_kind = draws_at is None or record.draws_at is draws_at
         if of_kind and not any(record is replay for replay in replays):
-            record.append(made)
-    return made
+            record.append(generator)
+    return generator
 
 
 def keeps_draws(trace: Any) -> bool:

@@ -115,8 +115,8 @@ def _spelled(kind: str) -> str:
 
 def has_fake_kernel(name: str) -> bool:
     """True if an operator outside of torch's own namespaces can run on meta tensors."""
-    own = name.partition("::")[0] in ("aten", "prim", "prims")
-    return not own and bool(_dispatch_has_kernel_for_dispatch_key(name, "Meta"))
+    is_of_torch = name.partition("::")[0] in ("aten", "prim", "prims")
+    return not is_of_torch and bool(_dispatch_has_kernel_for_dispatch_key(name, "Meta"))
 
 
 def operator_name(operator: Any) -> str:

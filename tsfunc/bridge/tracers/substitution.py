@@ -27,11 +27,13 @@ def substitute_tensors(
     originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     """Replace the tensors that a block's code closes over by these values."""
-    own = {id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value}
-    if not own:
+    replaced = {
+        id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value
+    }
+    if not replaced:
         yield
         return
-    with overriding(substitutions, values={**substitutions.values, **own}), _Substitution():
+    with overriding(substitutions, values={**substitutions.values, **replaced}), _Substitution():
         yield
 
 

@@ -187,8 +187,8 @@ _handlers = compiled.load()
 def outside_modes() -> Iterator[None]:
     """Deactivate the user's modes on this thread within a block."""
     functions = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
-    kept = [mode for mode in functions if isinstance(mode, DeviceContext)]
-    for mode in reversed(kept):
+    device_contexts = [mode for mode in functions if isinstance(mode, DeviceContext)]
+    for mode in reversed(device_contexts):
         _push_on_torch_function_stack(mode)
     dispatchers: list[Any] = []
     while _ends_with_users(_get_current_dispatch_mode_stack()):
@@ -198,7 +198,7 @@ def outside_modes() -> Iterator[None]:
     finally:
         for mode in reversed(dispatchers):
             _push_on_torch_dispatch_stack(mode)
-        for _ in kept:
+        for _ in device_contexts:
             _pop_torch_function_stack()
         for mode in reversed(functions):
             _push_on_torch_function_stack(mode)
@@ -384,32 +384,32 @@ _ours: list[tuple[ModuleType, Mapping[str, Any], Mapping[str, Any]]] = []
 
 
 def replaces_in_traces(
-    module: ModuleType, own: Mapping[str, Any], others: Mapping[str, Any]
+    module: ModuleType, in_traces: Mapping[str, Any], others: Mapping[str, Any]
 ) -> None:
     """Declare functions that replace those of a module while functions are traced.
 
     Other threads call them too, so they must do the same as the functions of the module there.
     """
-    _ours.append((module, own, others))
+    _ours.append((module, in_traces, others))
 
 
 def replaced_function(function: Any) -> Any:
     """Return the module's function that a function replaces in traces; other values unchanged."""
-    for _, own, others in _ours:
+    for _, replacements, others in _ours:
         for name, other in others.items():
             if other is function:
-                return own[name]
+                return replacements[name]
     return function
 
 
 def _replace_all() -> None:
-    for replaced, own, others in _ours:
-        _replace(replaced, own, others)
+    for replaced, replacements, others in _ours:
+        _replace(replaced, replacements, others)
 
 
 def _restore_all() -> None:
-    for replaced, own, others in _ours:
-        _replace(replaced, others, own)
+    for replaced, replacements, others in _ours:
+        _replace(replaced, others, replacements)
 
 
 traces_replace_functions: Final = SharedChange(_replace_all, _restore_all)

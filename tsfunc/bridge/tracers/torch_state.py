@@ -279,14 +279,14 @@ def mark_rerun(run: Rerun, states: Sequence[TorchState], in_formula: bool) -> It
         states: the states that the active levels have captured.
         in_formula: True if the first run was a part of a backward formula.
     """
-    before, own = [state.rerun_by for state in states], (_reruns.by, _reruns.run)
+    before, running = [state.rerun_by for state in states], (_reruns.by, _reruns.run)
     _reruns.by, _reruns.run = -1 if in_formula else _current_graph_task_id(), run
     for state in states:
         state.rerun_by = _reruns.by
     try:
         yield
     finally:
-        _reruns.by, _reruns.run = own
+        _reruns.by, _reruns.run = running
         for state, by in zip(states, before, strict=True):
             state.rerun_by = by
 

@@ -433,8 +433,8 @@ def function_handler(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 def _has_handler(kind: type) -> bool:
     """True for a class of another library with a ``__torch_function__`` of its own."""
     default: Any = torch.Tensor.__torch_function__
-    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
-    return not issubclass(kind, Tracer) and own is not default.__func__
+    handler = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return not issubclass(kind, Tracer) and handler is not default.__func__
 
 
 def _handle_foreign_class(kind: Any, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -73,7 +73,7 @@ def transform_code() -> Iterator[None]:
 
 def caller_of_handlers() -> FrameType:
     """Return the frame whose call of torch reached the function handlers that run now."""
-    own = at = inspect.currentframe()
+    current = at = inspect.currentframe()
     while True:
         while at is not None and at.f_code.co_name != _HANDLER:
             at = at.f_back
@@ -81,7 +81,7 @@ def caller_of_handlers() -> FrameType:
             at = at.f_back
         if at is None or at.f_code not in _passed_on:
             break
-    frame = at or own
+    frame = at or current
     assert frame is not None, "Python has frames"
     return frame
 

@@ -98,14 +98,14 @@ def note_assignment(module: Any, name: str, value: Any) -> None:
             f"one buffer for all examples. Pass its state as an argument and return the new "
             f"state:\n{_REWRITE}"
         )
-        own, at = weakref.ref(module), "_buffers"
+        module_ref, at = weakref.ref(module), "_buffers"
 
         def undo() -> None:
-            restored = own()
+            restored = module_ref()
             if restored is not None:
                 restored._buffers[name] = before
 
-        STATE_WRITES.append(_StateWrite(own, at, name, level, undo, error))
+        STATE_WRITES.append(_StateWrite(module_ref, at, name, level, undo, error))
 
 
 register_module_buffer_registration_hook(note_assignment)

@@ -161,8 +161,8 @@ def relatives_of(
     while True:
         recent = recent_tensors()
         relatives = [t for t in recent.values() if memory_of(t) == memory]
-        known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
-        if bases <= known:
+        earlier_bases, bases = bases, {id(t._base) for t in relatives if t._base is not None}
+        if bases <= earlier_bases:
             break
     with DisableTorchFunction():
         storage = plain.untyped_storage()
@@ -304,14 +304,14 @@ def demote(replaced: Replaced) -> None:
     for tensor, kind, was in replaced:
         changed: Any = tensor
         detach_hook(changed)
-        own = attributes_of(was) if isinstance(was, Tracer) else {}
+        attributes = attributes_of(was) if isinstance(was, Tracer) else {}
         names = attributes_of(changed)
         _set_aside(changed)
         _swap_tensor_impl(changed, was)
         changed.__class__ = kind
-        for name in names.keys() - own.keys():
+        for name in names.keys() - attributes.keys():
             delattr(changed, name)
-        for name, value in own.items():
+        for name, value in attributes.items():
             setattr(changed, name, value)
 
 
@@ -332,15 +332,15 @@ def _counterparts(
     for first, group in zip(firsts, groups.values(), strict=True):
         at = positions[id(first)]
         if not batched:
-            made = level.lift(first)
+            lifted = level.lift(first)
         elif first is base:
-            made = copies
+            lifted = copies
         else:
-            made = _unlinked(copies, first, at, position)
-        yield first, made
+            lifted = _unlinked(copies, first, at, position)
+        yield first, lifted
         for tensor in group:
             if tensor is not first:
-                yield tensor, _view(made, positions[id(tensor)], at)
+                yield tensor, _view(lifted, positions[id(tensor)], at)
 
 
 def base_of(tensor: torch.Tensor) -> Any:

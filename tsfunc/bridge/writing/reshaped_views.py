@@ -79,13 +79,13 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     with DisableTorchFunctionSubclass():
         base = x._base
     hook = hook_of(x)
-    kept = (base, hook.whole if hook is not None else None)
+    kept_alive = (base, hook.whole if hook is not None else None)
     for other in recent.values():
         # Tracers of other levels wrap x, or x wraps them.
         if not isinstance(other, BatchTracer) or other.dispatch_level is not level or other is x:
             continue
         if memory_under(other) == memory:
-            if not any(other is one for one in kept) or not _same_order(x, other):
+            if not any(other is one for one in kept_alive) or not _same_order(x, other):
                 return None
             group.append(other)
     return group

@@ -80,9 +80,9 @@ def prepare_write(
     targets = [t for t in tensors_in(written) if not _is_of(t, level)]
     if not targets:
         return
-    own = [t for t in tensors_in(values) if _is_of(t, level)]
-    batched = any(getattr(t, "bdim", None) is not None for t in own)
-    if not batched and not (recorded and any(differentiated(t, level) for t in own)):
+    of_level = [t for t in tensors_in(values) if _is_of(t, level)]
+    batched = any(getattr(t, "bdim", None) is not None for t in of_level)
+    if not batched and not (recorded and any(differentiated(t, level) for t in of_level)):
         return
     for target in targets:
         if not _is_of(target, level):  # it may have been promoted together with an earlier target
