@@ -389,7 +389,7 @@ def _is_boundary(code: CodeType) -> bool:
         return False
 
 
-def _steps(trace: TracebackType | None) -> Iterator[Step]:
+def _steps_of(trace: TracebackType | None) -> Iterator[Step]:
     while trace is not None:
         yield trace.tb_frame, trace.tb_lasti, trace.tb_lineno
         trace = trace.tb_next
@@ -421,7 +421,7 @@ def _is_defect(error: BaseException) -> bool:
     """True if the library itself raised an error that it never raises on purpose."""
     if not isinstance(error, _DEFECTS) or type(error).__module__.partition(".")[0] == _OWN:
         return False
-    *_, (frame, _, _) = _steps(error.__traceback__)
+    *_, (frame, _, _) = _steps_of(error.__traceback__)
     if frame.f_code in _lookups and frame.f_back is not None:
         frame = frame.f_back  # it looks up the attribute
     return _is_hidden(frame)
@@ -429,7 +429,7 @@ def _is_defect(error: BaseException) -> bool:
 
 def _folded(trace: TracebackType | None) -> TracebackType | None:
     kept: list[Step] = []
-    for (frame, last, line), keep in _kept(_steps(trace)):
+    for (frame, last, line), keep in _kept(_steps_of(trace)):
         if keep:
             kept.append((frame, last, line))
         elif frame.f_code.co_filename.startswith(GENERATED):
@@ -460,7 +460,7 @@ def _frame_at(location: Location) -> Step:
     try:
         exec(code, {})
     except ValueError as raised:
-        *_, step = _steps(raised.__traceback__)
+        *_, step = _steps_of(raised.__traceback__)
         return step
     raise AssertionError("the code raises")
 
@@ -478,7 +478,7 @@ def keep_refused_call(error: Exception, call: Callable[[], str]) -> None:
     """
     if type(error).__module__ != "builtins" or "inside of vmap" in str(error).lower():
         return
-    if not any(is_user_frame(frame) for frame, _, _ in _steps(error.__traceback__)):
+    if not any(is_user_frame(frame) for frame, _, _ in _steps_of(error.__traceback__)):
         setattr(error, _REFUSED_CALL, call())
 
 
@@ -493,7 +493,7 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
     where = recorded = ""
     hidden = 0
     after_library = is_users = False
-    for (frame, _, line), keep in _kept(_steps(error.__traceback__)):
+    for (frame, _, line), keep in _kept(_steps_of(error.__traceback__)):
         if frame.f_code.co_filename.startswith(GENERATED):
             location = frame.f_globals.get(LOCATIONS, {}).get(line)
             # A program that was loaded from a file has its lines as strings.

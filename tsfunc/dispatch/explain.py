@@ -99,13 +99,15 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         operator.name,
         DispatchKeySet.from_bits(every & state.mask),
         DispatchKeySet.from_bits(every & ~state.mask),
-        tuple(_steps(operator, args, kwargs)),
+        tuple(_redispatches(operator, args, kwargs)),
     )
     print(explanation)
     return explanation
 
 
-def _steps(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Step]:
+def _redispatches(
+    operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[Step]:
     """Yield a step for each bit that the call meets if every kernel redispatches.
 
     The last step is the kernel of a backend.

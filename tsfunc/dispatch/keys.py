@@ -403,7 +403,7 @@ def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
         elif kind == _KEYS:
             bits |= value.dispatch_keys.bits
         else:
-            more, other = keys_of_arguments(_items(value, kind), {})
+            more, other = keys_of_arguments(_container_items(value, kind), {})
             bits |= more
             if other is not None:
                 level = _innermost(level, other)
@@ -420,7 +420,7 @@ def backends_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int
     return bits
 
 
-def _items(value: Any, kind: int) -> Sequence[Any]:
+def _container_items(value: Any, kind: int) -> Sequence[Any]:
     if kind == _SEQUENCE:
         return value
     if kind == _MAPPING:

@@ -169,7 +169,7 @@ def _values(indices: Lookup, v: Tensor, bdim: int | None, rank: int) -> Tensor:
     return v.movedim(lead, tuple(d + indices.rank for d in lead))
 
 
-def _write(op: Any, x: Tensor, bdims: BatchDims, args: Args) -> Tensor:
+def _write_values(op: Any, x: Tensor, bdims: BatchDims, args: Args) -> Tensor:
     """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
     looked_up = analyze_indices(indices, bdims[1])
@@ -226,7 +226,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in positions], [along + i for i in positions])
 
 
-def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> Any:
+def _index_put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> Any:
     """Return the result of an ``index_put``, or ``x`` if it was written in place.
 
     The batch dim of ``x`` is first. The result is NotImplemented if no rule serves the call.
@@ -246,7 +246,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> 
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"
             indices, named = _mask_positions(op, level, indices, index_bdims, instead)
             args, bdims = [args[0], indices, *args[2:]], [bdims[0], named, *bdims[2:]]
-        out = _write(op, x, bdims, args)
+        out = _write_values(op, x, bdims, args)
         return x if inplace else out
     adds = bool(len(args) > 3 and args[3])
     count = math.prod(logical_shape(values, bdims[2]))
@@ -269,7 +269,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, bdims: BatchDims, args: Args) -> 
 def index_put(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write into a copy for each example."""
     x = expand_to_front(args[0], bdims[0], level.batch_size)
-    out = _put(op, level, x, bdims, args)
+    out = _index_put(op, level, x, bdims, args)
     return out if out is NotImplemented else (out, 0)
 
 
@@ -280,5 +280,5 @@ def index_put_inplace(
     """Write through a view that has the batch dim first."""
     if bdims[0] is None:
         refuse_inplace(op)
-    out = _put(op, level, batch_to_front(args[0], bdims[0]), bdims, args)
+    out = _index_put(op, level, batch_to_front(args[0], bdims[0]), bdims, args)
     return out if out is NotImplemented else (args[0], bdims[0])

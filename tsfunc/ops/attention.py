@@ -27,7 +27,7 @@ def _samples(x: Tensor, bdim: int | None, size: int) -> Tensor:
     return expand_to_front(x, bdim, size).flatten(0, 1)
 
 
-def _split(x: Tensor, size: int) -> Tensor:
+def _split_heads(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, x.shape[0] // size))
 
 
@@ -109,7 +109,7 @@ def flash_cpu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     n = _sample_count(args[0], bdims[0])
     tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True)]
     out = op(*tensors, *args[3:], **_with_mask(level, kwargs, bdims, args, n))
-    return tuple(_split(o, size) for o in out), 0
+    return tuple(_split_heads(o, size) for o in out), 0
 
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -121,7 +121,7 @@ def flash_cpu_backward(
     n = _sample_count(args[1], bdims[1])
     tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:6], bdims[:6], strict=True)]
     out = op(*tensors, *args[6:], **_with_mask(level, kwargs, bdims, args, n))
-    return tuple(_split(o, size) for o in out), 0
+    return tuple(_split_heads(o, size) for o in out), 0
 
 
 takes_keywords(
@@ -144,7 +144,7 @@ def efficient(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     size = level.batch_size
     tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:4], bdims[:4], strict=True)]
     out, sums, *state = op(*tensors, *args[4:], **kwargs)
-    return (_split(out, size), _split(sums, size), *state), (0, 0, None, None)
+    return (_split_heads(out, size), _split_heads(sums, size), *state), (0, 0, None, None)
 
 
 @row("aten::_scaled_dot_product_efficient_attention_backward")
@@ -155,7 +155,7 @@ def efficient_backward(
     size = level.batch_size
     tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:7], bdims[:7], strict=True)]
     out = op(*tensors, *args[7:], **kwargs)
-    return tuple(o if o is None or o.dim() < 4 else _split(o, size) for o in out), tuple(
+    return tuple(o if o is None or o.dim() < 4 else _split_heads(o, size) for o in out), tuple(
         None if o is None or o.dim() < 4 else 0 for o in out
     )
 
@@ -171,7 +171,7 @@ def flash(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     size = level.batch_size
     tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:count], bdims[:count], strict=True)]
     out, sums, *state = op(*tensors, *args[count:], **kwargs)
-    return (_split(out, size), _split(sums, size), *state), (0, 0, *[None] * len(state))
+    return (_split_heads(out, size), _split_heads(sums, size), *state), (0, 0, *[None] * len(state))
 
 
 @row(
@@ -186,7 +186,7 @@ def flash_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     for i in positions:
         folded[i] = _bias(args[i], bdims[i], size)
     out = op(*folded, **kwargs)
-    return tuple(_split(o, size) for o in out), 0
+    return tuple(_split_heads(o, size) for o in out), 0
 
 
 SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_softmax``

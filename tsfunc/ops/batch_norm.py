@@ -26,7 +26,7 @@ def _channels(x: Tensor, bdim: int | None, size: int) -> Tensor:
     return expand_at(x, bdim, size, 1).flatten(1, 2)
 
 
-def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
+def _split_statistics(x: Tensor, size: int) -> tuple[Tensor, int | None]:
     """Split statistics of the kernel by example.
 
     An empty vector (not computed) is returned unchanged.
@@ -41,7 +41,7 @@ def _results(results: Sequence[Tensor], size: int, dim: int) -> Any:
     out = results[0]
     pairs = [(out.unflatten(dim, (size, out.shape[dim] // size)), dim)]
     if dim == 1:
-        pairs += [_split(r, size) for r in results[1:3]]  # type: ignore[misc]
+        pairs += [_split_statistics(r, size) for r in results[1:3]]  # type: ignore[misc]
     else:
         pairs += [(r, None) for r in results[1:3]]  # type: ignore[misc]
     pairs += [(r, None) for r in results[3:]]  # type: ignore[misc]
@@ -157,7 +157,7 @@ def batch_norm_functional(
     flat = [flat_by_example(t, bdim, size) for t, bdim in zip(args[1:5], bdims[1:5], strict=True)]
     *results, mean, var = op(_channels(args[0], bdims[0], size), *flat, *args[5:])
     outs, out_dims = _results(results, size, 1)
-    (mean, m), (var, v) = _split(mean, size), _split(var, size)
+    (mean, m), (var, v) = _split_statistics(mean, size), _split_statistics(var, size)
     return (*outs, mean, var), (*out_dims, m, v)
 
 
@@ -177,7 +177,7 @@ def _backward(
     grad_x, *grads = call(*full, *flat)
     if grad_x is not None:
         grad_x = grad_x.unflatten(1, (size, grad_x.shape[1] // size))
-    grads = [None if g is None else _split(g, size)[0] for g in grads]
+    grads = [None if g is None else _split_statistics(g, size)[0] for g in grads]
     return (grad_x, *grads), (1, 0, 0)
 
 

@@ -60,7 +60,7 @@ class VerifiedRule:
     def __call__(
         self, op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
     ) -> Any:
-        key = (level.batch_size, *map(str, bdims), *map(_key, (*args, *kwargs.values())))
+        key = (level.batch_size, *map(str, bdims), *map(_argument_key, (*args, *kwargs.values())))
         if key not in self._confirmed:
             if not self._agrees(op, level, bdims, args, kwargs):
                 return NotImplemented
@@ -98,7 +98,7 @@ def _listed(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
-def _key(arg: Any) -> Any:
+def _argument_key(arg: Any) -> Any:
     return (arg.shape, arg.dtype) if isinstance(arg, Tensor) else repr(arg)
 
 

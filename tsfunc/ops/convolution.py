@@ -191,7 +191,7 @@ def convolution_backward(
 _WHOLE = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
-def _plain(
+def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Tensor:  # fmt: skip
@@ -234,7 +234,7 @@ def convolution_rule(spatial: int) -> Rule:
             x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
         padding = _per_spatial_dim(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
-        result = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
+        result = convolution(_convolve, level, (p, q, r), (x, weight, bias, *rest), kwargs)
         if result is NotImplemented:
             return result
         out, bdim = result

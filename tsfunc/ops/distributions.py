@@ -37,11 +37,11 @@ def uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     digits = _DIGITS.get(dtype, 53)
     if digits <= 32:
         return (draw.words(count) >> (32 - digits)).to(dtype) * 2.0**-digits
-    high, low = _pairs(draw, count)
+    high, low = _word_pairs(draw, count)
     return ((high >> 5) * (1 << 26) + (low >> 6)).to(torch.float64) * 2.0**-53
 
 
-def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
+def _word_pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
     """Return two random words for each number."""
     words = draw.words(2 * count)
     return words[..., :count], words[..., count:]
@@ -91,7 +91,7 @@ def integers(draw: Philox, count: Any, low: int, span: Any) -> Tensor:
 
     The span is an int, or a column with one for each example.
     """
-    high_word, low_word = _pairs(draw, count)
+    high_word, low_word = _word_pairs(draw, count)
     if isinstance(span, int) and span == 1 << 64:
         return (high_word << 32) + low_word + low
     span_high, span_low = span >> 32, span & _WORD

@@ -217,7 +217,7 @@ def linear(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
         bdim = 0
     if bias is None:
         return out, bdim
-    total = _sum(bias, r, out, bdim)
+    total = _scaled_sum(bias, r, out, bdim)
     return raise_as_one_example(op, bdims, args, kwargs) if total is None else total
 
 
@@ -264,11 +264,11 @@ def _added(
             assert p is not None
             return (out if _is_one(alpha) else out * alpha), p
         x = torch.zeros_like(x)
-    total = _sum(x if _is_one(beta) else x * beta, bdim, out, p, alpha)
+    total = _scaled_sum(x if _is_one(beta) else x * beta, bdim, out, p, alpha)
     return raise_as_one_example(op, bdims, args, kwargs) if total is None else total
 
 
-def _sum(
+def _scaled_sum(
     x: Tensor, bdim: int | None, out: Tensor, p: int | None, alpha: Any = 1
 ) -> tuple[Tensor, int] | None:
     """Return ``x + alpha * out`` in the shape of ``out``, or None.

@@ -92,7 +92,7 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     x, dim, index = args
     bdim, q = bdims[0], bdims[2]
     size = level.batch_size
-    if logical_rank(index, q) > 1 or (logical_rank(x, bdim) == 0 and _elements(index, q) != 1):
+    if logical_rank(index, q) > 1 or (logical_rank(x, bdim) == 0 and _element_count(index, q) != 1):
         return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if x.dim() == 1:
@@ -105,17 +105,17 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     if bdim is None and rank:
         return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
     x, flat = _rows_of(x, bdim, size)
-    pairs = _pairs(x)
+    pairs = _as_halves(x)
     out = _paired(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
 
 
-def _elements(x: Tensor, bdim: int | None) -> Any:
+def _element_count(x: Tensor, bdim: int | None) -> Any:
     """Return the number of elements of one example."""
     return math.prod(size for dim, size in enumerate(x.shape) if dim != bdim)
 
 
-def _pairs(x: Tensor) -> Tensor:
+def _as_halves(x: Tensor) -> Tensor:
     """View complex32 numbers as pairs of halves: gather and scatter have no complex32 kernels."""
     return torch.view_as_real(x) if x.dtype is torch.complex32 else x
 
@@ -170,7 +170,7 @@ def _scattered(
     suffix = "_" if name.endswith("_") else ""
     if name.startswith("index_add") and kwargs.get("alpha", 1) != 1:
         source = source * kwargs["alpha"]
-    x_pairs, source = _pairs(x), _pairs(source)
+    x_pairs, source = _as_halves(x), _as_halves(source)
     positions = _spread(index, dim, source)
     out: Tensor
     if name.startswith("index_add"):
@@ -201,13 +201,13 @@ def index_fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
         out = op(written, dim, index.reshape(-1), value)
     else:
         index, _ = _rows_of(index, q, size)
-        out = _filled(op, written, dim, index, value, v)
+        out = _index_fill(op, written, dim, index, value, v)
     if inplace:
         return x, bdim
     return (out.squeeze(1) if flat else out), 0
 
 
-def _filled(
+def _index_fill(
     op: Any, x: Tensor, dim: int, index: Tensor, value: Any, value_bdim: int | None
 ) -> Tensor:
     """index_fill with an index or a value for each example.

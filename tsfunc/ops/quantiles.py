@@ -33,7 +33,7 @@ def quantile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
         dim = wrap_dim(dim, rank)
         x = x.movedim(dim + 1, -1) if rank else x.unsqueeze(1)
     q = _quantiles(q, q_bdim, x)
-    out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
+    out = _quantiles_of_rows(x.sort(-1).values, q, kind, "nan" in op.name())
     if keepdim and rank:
         reduced_dims = range(rank) if dim is None else [wrap_dim(dim, rank)]
         for d in reduced_dims:
@@ -53,7 +53,7 @@ def _quantiles(q: Any, bdim: int | None, x: Tensor) -> Tensor:
     return unit_dims(q, 1, x.dim() - 2)
 
 
-def _at(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
+def _quantiles_of_rows(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
     """Return the quantiles of sorted rows, with NaN last: (batch, ..., quantiles)."""
     if ignore_nan:
         count = x.isnan().logical_not().sum(-1, keepdim=True)

@@ -156,7 +156,7 @@ def _with_bias(
     return expand_to_front(x, bdim, size).flatten(0, 1).contiguous(), bias
 
 
-def _split(x: Tensor | None, size: int) -> Tensor | None:
+def _split_gates(x: Tensor | None, size: int) -> Tensor | None:
     return None if x is None else x.unflatten(0, (size, x.shape[0] // size))
 
 
@@ -171,7 +171,7 @@ def fused_cell(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     x, b = _with_bias(args[0], bdims[0], biases[0], positions[0], size)
     y, d = _with_bias(args[1], bdims[1], biases[1], positions[1], size)
     state = expand_to_front(args[2], bdims[2], size).flatten(0, 1).contiguous()
-    return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
+    return tuple(_split_gates(o, size) for o in op(x, y, state, b, d)), 0
 
 
 @row("aten::_thnn_fused_lstm_cell_backward_impl")
@@ -184,7 +184,7 @@ def fused_lstm_cell_backward(
         None if v is None else expand_to_front(v, bdim, size).flatten(0, 1).contiguous()
         for v, bdim in zip(args[:5], bdims[:5], strict=True)
     ]
-    gates, state, _ = (_split(o, size) for o in op(*tensors, False))
+    gates, state, _ = (_split_gates(o, size) for o in op(*tensors, False))
     assert gates is not None
     return (gates, state, gates.sum(1) if args[5] else None), 0
 
@@ -199,7 +199,7 @@ def fused_gru_cell_backward(
         expand_to_front(v, bdim, size).flatten(0, 1).contiguous()
         for v, bdim in zip(args[:2], bdims[:2], strict=True)
     ]
-    x, y, state, _, _ = (_split(o, size) for o in op(*tensors, False))
+    x, y, state, _, _ = (_split_gates(o, size) for o in op(*tensors, False))
     assert x is not None and y is not None
     biases = (x.sum(1), y.sum(1)) if args[2] else (None, None)
     return (x, y, state, *biases), 0

@@ -96,7 +96,7 @@ def over_all_dims(reduce: Callable[..., Any]) -> Rule:
     return rule
 
 
-def _sum(x: Tensor, dims: Sequence[int], **kwargs: Any) -> Any:
+def _sum_all(x: Tensor, dims: Sequence[int], **kwargs: Any) -> Any:
     """Sum all elements. The sum of a sparse tensor is dense."""
     if x.layout in LAYOUTS:
         return x.values().flatten(1).sum(1, **kwargs)
@@ -322,7 +322,7 @@ rows(shifted(Shift.SAME, Shift.DIMS)(_selecting(reduction(1, 2, -1))), "aten::mo
 rows(shifted(Shift.SAME, Shift.SAME, Shift.DIMS)(_selecting(reduction(2, 3, -1))), "aten::kthvalue")
 rows(shifted(Shift.SAME, Shift.DIM)(_selecting(along_dim())), "aten::cummax", "aten::cummin")
 rows(arg_extreme, "aten::argmax", "aten::argmin")
-rows(over_all_dims(_sum), "aten::sum")
+rows(over_all_dims(_sum_all), "aten::sum")
 rows(over_all_dims(torch.mean), "aten::mean")
 rows(over_all_dims(torch.amax), "aten::max")
 rows(over_all_dims(torch.amin), "aten::min")

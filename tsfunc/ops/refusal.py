@@ -82,13 +82,15 @@ def checked(rule: Rule) -> Rule:
     @functools.wraps(rule)
     def run(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         try:
-            named = (_signature(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items())
-            key = (op, *map(_signature, args, bdims), *kwargs, *named)
+            named = (
+                _argument_key(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items()
+            )
+            key = (op, *map(_argument_key, args, bdims), *kwargs, *named)
             is_accepted = key in accepted
         except TypeError:  # a size is symbolic
             is_accepted = True
         if not is_accepted:
-            _check(op, level, bdims, args, kwargs)
+            _check_one_example(op, level, bdims, args, kwargs)
             if len(accepted) >= _MOST:
                 accepted.clear()
             accepted.add(key)
@@ -97,7 +99,9 @@ def checked(rule: Rule) -> Rule:
     return run
 
 
-def _check(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> None:
+def _check_one_example(
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
+) -> None:
     """Raise torch's error if torch refuses the call for one example."""
     named = {name: _zeros(v, keyword_bdim(bdims, args, name)) for name, v in kwargs.items()}
     with level.outside():
@@ -109,7 +113,7 @@ def _check(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
     raise_as_one_example(op, bdims, args, kwargs)
 
 
-def _signature(value: Any, bdim: Any) -> Any:
+def _argument_key(value: Any, bdim: Any) -> Any:
     """Return the part of an argument that decides if torch accepts a call.
 
     Raises:
@@ -123,7 +127,7 @@ def _signature(value: Any, bdim: Any) -> Any:
             shape = shape[:bdim] + shape[bdim + 1 :]
         return shape, value.dtype, value.device
     if isinstance(value, list | tuple):
-        return tuple(_map_items(_signature, value, bdim))
+        return tuple(_map_items(_argument_key, value, bdim))
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError
     return value

@@ -39,16 +39,16 @@ def check_equal_rows(op: Any, level: RuleLevel, answers: Tensor) -> None:
 def agree_on_results(op: Any, level: RuleLevel, results: Sequence[Any]) -> None:
     """Check that the results of the examples are equal in shapes and Python values."""
     numbers: dict[Any, int] = {}
-    kinds = [numbers.setdefault(_kind(result), len(numbers)) for result in results]
+    kinds = [numbers.setdefault(_result_properties(result), len(numbers)) for result in results]
     check_equal_rows(op, level, torch.tensor(kinds, device="cpu"))
 
 
-def _kind(result: Any) -> Any:
+def _result_properties(result: Any) -> Any:
     """Return the properties of a result that must be equal for results to be stacked."""
     if isinstance(result, Tensor):
         return tuple(result.shape), result.dtype
     if isinstance(result, list | tuple):
-        return tuple([_kind(item) for item in result])
+        return tuple([_result_properties(item) for item in result])
     return type(result), repr(result)
 
 

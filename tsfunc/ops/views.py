@@ -56,7 +56,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, bdim: int) -> list[Any]:
     return out
 
 
-def _sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
+def _batched_sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
     """Return the requested sizes preceded by the batch size; None if several of them are -1."""
     x = args[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
@@ -69,7 +69,7 @@ def _sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
 @shifted(Shift.SAME, Shift.SIZES)
 def reshape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reshape with the batch dim first."""
-    sizes = _sizes(op, bdims, args)
+    sizes = _batched_sizes(op, bdims, args)
     if sizes is None:
         return raise_as_one_example(op, bdims, args, kwargs)
     return op(batch_to_front(args[0], bdims[0]), sizes), 0
@@ -82,7 +82,7 @@ def view(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
     Otherwise the tracer can need a copy of its value, which a rule cannot make.
     """
-    sizes = _sizes(op, bdims, args)
+    sizes = _batched_sizes(op, bdims, args)
     if sizes is None:
         return raise_as_one_example(op, bdims, args, kwargs)
     try:
@@ -269,7 +269,7 @@ def unfold(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 # The storage offset of a batched tensor is that of its physical value, where the first example
 # begins. An offset given to as_strided counts from the same origin, and shifts each example by the
 # same distance.
-def _within(
+def _check_memory(
     x: Tensor, bdim: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any
 ) -> None:
     """Raise if a view of an example would reach beyond the memory of that example."""
@@ -301,7 +301,7 @@ def as_strided(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     bdim = bdims[0]
     if offset is None:
         offset = x.storage_offset()
-    _within(x, bdim, sizes, strides, offset)
+    _check_memory(x, bdim, sizes, strides, offset)
     return op(x, [x.shape[bdim], *sizes], [x.stride(bdim), *strides], offset), 0
 
 
@@ -322,7 +322,7 @@ def as_strided_scatter(
         span = memory_span(x.shape, x.stride())
         copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
         x, bdim, offset = copies.copy_(x), 0, offset - begin
-    _within(x, bdim, sizes, strides, offset)
+    _check_memory(x, bdim, sizes, strides, offset)
     source = batch_to_front(source, bdims[1])
     sizes = [x.shape[bdim], *sizes]
     return op(x, source.expand(sizes), sizes, [x.stride(bdim), *strides], offset), bdim

@@ -48,10 +48,10 @@ def runs(folder: Path | None = None) -> list[Run]:
     folder = folder or folder_of_files()
     if folder is None or not folder.is_dir():
         return []
-    return [_read(file) for file in sorted(folder.glob(f"*{SUFFIX}"), reverse=True)]
+    return [_read_run(file) for file in sorted(folder.glob(f"*{SUFFIX}"), reverse=True)]
 
 
-def _read(file: Path) -> Run:
+def _read_run(file: Path) -> Run:
     """Read the file of a run; malformed lines are skipped."""
     about: dict[str, Any] = {}
     events: list[Event] = []

@@ -144,7 +144,9 @@ def check_grads(
     if not args or not all(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         raise ValueError(f"check_grads: expected tensors, got {args!r}.")
     if not is_narrow(args):
-        _check_differences(func, args, _like(args), _steps(eps, 1e-5), rtol or 1e-4, atol or 1e-5)
+        _check_differences(
+            func, args, _like(args), _difference_steps(eps, 1e-5), rtol or 1e-4, atol or 1e-5
+        )
         return
     directions = _like(args)
     widely, wide_args, wide_directions = in_float64(func), wide(args), wide(directions)
@@ -154,13 +156,15 @@ def check_grads(
         step = eps or epsilon(args) ** (1 / 3)
         scale = 1 + largest(func(*args))
         near = atol or 16 * step * scale
-        _check_differences(func, args, directions, _steps(eps, step), rtol or 16 * step, near)
+        _check_differences(
+            func, args, directions, _difference_steps(eps, step), rtol or 16 * step, near
+        )
         return
     _check_differences(
         widely,
         wide_args,
         wide_directions,
-        _steps(eps, 1e-5),
+        _difference_steps(eps, 1e-5),
         rtol or 1e-4,
         atol or 1e-5,
         " in float64",
@@ -187,7 +191,7 @@ def _like(tree: Any) -> Any:
     return pytrees.tree_map(torch.randn_like, tree)
 
 
-def _steps(step: float | None, default: float) -> Sequence[float]:
+def _difference_steps(step: float | None, default: float) -> Sequence[float]:
     """Return the steps of difference quotients: the one that the user gave, or smaller and smaller.
 
     A derivative is right if it agrees with the quotient of one step.
@@ -330,11 +334,13 @@ def _check_pairs(
         widely: the function in float64, which measures the errors of rounding.
     """
     examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
-    exact: list[Any] = [None] * len(_pairs(func))
+    exact: list[Any] = [None] * len(_transform_pairs(func))
     if widely is not None:
         wide_examples = [wide(one) for one in examples]
-        exact = [_looped(one_by_one, wide_examples) for _, _, one_by_one in _pairs(widely)]
-    for (what, transformed, one_by_one), true in zip(_pairs(func), exact, strict=True):
+        exact = [
+            _looped(one_by_one, wide_examples) for _, _, one_by_one in _transform_pairs(widely)
+        ]
+    for (what, transformed, one_by_one), true in zip(_transform_pairs(func), exact, strict=True):
         want = _looped(one_by_one, examples)
         close = atol
         if close is None:
@@ -356,7 +362,7 @@ def _looped(one_by_one: Callable[..., Any], examples: Sequence[tuple[Any, ...]])
 Pair = tuple[str, Callable[..., Any], Callable[..., Any]]
 
 
-def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
+def _transform_pairs(func: Callable[..., Any]) -> Sequence[Pair]:
     """Return pairs of transforms of a function: the name, the pair, and the loop's function."""
 
     def scalar(*one: torch.Tensor) -> torch.Tensor:

@@ -65,12 +65,12 @@ def check_custom_rule(
     Similar to ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads``; covers ``vmap`` too.
     """
     try:
-        _check(func, args, order, eps, rtol, atol)
+        _check_rule(func, args, order, eps, rtol, atol)
     except CustomRuleError as error:
         raise AssertionError(f"A rule does not return what it must. {error}") from error
 
 
-def _check(
+def _check_rule(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     order: int,
@@ -89,7 +89,7 @@ def _check(
     if isinstance(func, custom_jvp):
         _check_value(func, pytrees.unflatten(tree, leaves), rtol, atol)
     for bdims in _batchings(leaves, positions):
-        what = f"vmap(f) over {_spelled(bdims)} and the stacked loop"
+        what = f"vmap(f) over {_bdims_text(bdims)} and the stacked loop"
         _check_loop(what, of_leaves, leaves, bdims, rtol, atol)
     if not wrt:
         return
@@ -115,7 +115,7 @@ def _check(
         _check_derivatives(cts_in, primals, second, eps, rtol, atol, where)
 
     for bdims in _batchings(primals, range(len(primals))):
-        what = f"vmap of reverse mode over {_spelled(bdims)} and the stacked loop"
+        what = f"vmap of reverse mode over {_bdims_text(bdims)} and the stacked loop"
         _check_loop(what, cts_in, primals, bdims, rtol, atol)
 
 
@@ -285,7 +285,7 @@ def _double(leaf: Any) -> Any:
     return leaf
 
 
-def _spelled(bdims: Batching) -> str:
+def _bdims_text(bdims: Batching) -> str:
     """Name the batched tensors by their flattened positions, with the batch dims."""
     batched = [f"{i} (dim {dim})" for i, dim in enumerate(bdims) if dim is not None]
     return f"tensor{'s' if len(batched) > 1 else ''} {', '.join(batched)}"

@@ -212,7 +212,7 @@ def operator_calls(
     of a backend or of quantized tensors), which do not check their arguments, and unknown
     operators.
     """
-    name = draw(st.sampled_from(_named(category)))
+    name = draw(st.sampled_from(_operators_of_category(category)))
     setting, ranks = _taken(name)
     assume(setting is not None)
     assert setting is not None
@@ -247,7 +247,7 @@ def _signature(name: str) -> Any:
 
 
 @lru_cache
-def _named(category: Category | str | None) -> list[str]:
+def _operators_of_category(category: Category | str | None) -> list[str]:
     names = ops.operators(category)
     return [name for name in names if not _INTERNAL.search(name) and _is_plain(_signature(name))]
 

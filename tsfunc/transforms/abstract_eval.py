@@ -54,7 +54,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     check_function("eval_shape", func)
     return pytrees.tree_map(
-        _type_of, abstract_results(f"eval_shape({name_of(func)})", func, args, kwargs)
+        _descriptor_of, abstract_results(f"eval_shape({name_of(func)})", func, args, kwargs)
     )
 
 
@@ -168,7 +168,7 @@ def _abstract(leaf: Any) -> Any:
     return AbstractTensor(tuple(leaf.shape), leaf.dtype, leaf.device)
 
 
-def _type_of(leaf: Any) -> Any:
+def _descriptor_of(leaf: Any) -> Any:
     if not isinstance(leaf, AbstractTensor):
         return leaf
     shape = [size if isinstance(size, int) else None for size in leaf.shape]

@@ -28,7 +28,7 @@ _DOTS = _WITHOUT_BATCH | frozenset(
 )  # fmt: skip
 
 
-def _name(op: Any) -> str:
+def _packet_name(op: Any) -> str:
     """Return an operator's name without its overload name."""
     name: str = op.name()
     return name.partition(".")[0]
@@ -46,12 +46,12 @@ def nothing_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 def dots_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Keep the results of matrix products, convolutions and attention."""
-    return _name(op) in _DOTS
+    return _packet_name(op) in _DOTS
 
 
 def dots_with_no_batch_dims_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Keep the results of convolutions and of matrix products without batch dims."""
-    return _name(op) in _WITHOUT_BATCH
+    return _packet_name(op) in _WITHOUT_BATCH
 
 
 def save_from_both_policies(first: Policy, second: Policy) -> Policy:

@@ -79,7 +79,7 @@ def chunk_sizes_for(
         return None
     leaves = [*flat, *pytrees.leaves_of(rest)]
     device = _device_of(leaves)
-    key = _signature(leaves, bdims)
+    key = _memory_key(leaves, bdims)
     model = models.pop(key, None) or MemoryModel()
     models[key] = model  # the most recently used model comes last
     if len(models) > _MODELS_KEPT:
@@ -114,7 +114,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _signature(leaves: Sequence[Any], bdims: Sequence[int | None]) -> Any:
+def _memory_key(leaves: Sequence[Any], bdims: Sequence[int | None]) -> Any:
     """Return the properties of a call that its memory depends on, without the batch size."""
     parts: list[Any] = [torch.is_grad_enabled()]
     leaf_bdims = [*bdims, *[None] * (len(leaves) - len(bdims))]

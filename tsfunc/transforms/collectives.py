@@ -221,7 +221,7 @@ def psum_scatter(
 
     def scattered(leaf: torch.Tensor) -> torch.Tensor:
         at = _axis("psum_scatter", leaf, scatter_dimension, 0)
-        parts = _split("psum_scatter", leaf, at, levels, tiled)
+        parts = _split_dim("psum_scatter", leaf, at, levels, tiled)
         for level in levels:
             parts = physical.reduce_scatter(level, parts, at)
         return parts
@@ -270,7 +270,7 @@ def all_to_all(
     def exchanged(leaf: torch.Tensor) -> torch.Tensor:
         split = _axis("all_to_all", leaf, split_axis, 0)
         concat = _axis("all_to_all", leaf, concat_axis, 0)
-        parts = _split("all_to_all", leaf, split, levels, tiled)
+        parts = _split_dim("all_to_all", leaf, split, levels, tiled)
         # The dims of the axes move to the front, so that each exchange keeps its dim in place.
         parts = parts.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
@@ -450,7 +450,7 @@ def _axis(label: str, leaf: torch.Tensor, axis: int, new: int) -> int:
     return axis % rank
 
 
-def _split(
+def _split_dim(
     label: str, leaf: torch.Tensor, at: int, levels: Sequence[Axis], tiled: bool
 ) -> torch.Tensor:
     """Return the tensor with the dim ``at`` split into dims of the axes' sizes."""

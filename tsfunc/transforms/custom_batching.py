@@ -129,7 +129,7 @@ def call_whole_batch(
     """Call a function of whole batches on tensors of a level and of vmaps inside of it."""
     inner = innermost_level(tensors)
     if isinstance(inner, BatchLevel) and inner is not level and inner.depth > level.depth:
-        return call_whole_batch(_within(inner, whole, level), inner, tensors)
+        return call_whole_batch(_for_inner_vmap(inner, whole, level), inner, tensors)
     recorded = [
         isinstance(x, BatchTracer) and x.dispatch_level is level and is_recorded(x) for x in tensors
     ]
@@ -144,7 +144,7 @@ def call_whole_batch(
     return plan.filled(outs)
 
 
-def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBatch:
+def _for_inner_vmap(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBatch:
     """Return a function of whole batches of ``level`` for tensors of a vmap inside of that level.
 
     The function is batched over the inner vmap. Such tensors are the cotangents of a Jacobian's

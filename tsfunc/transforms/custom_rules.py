@@ -247,9 +247,9 @@ class RuleFunction(Function):
         if (call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]) != expected:
             raise CustomRuleError(
                 f"{call.rule.label}: {call.rule.name} and its rule return results of other "
-                f"structures, types or ranks: {expected[0]} of {_spelled(expected[1])}, and "
+                f"structures, types or ranks: {expected[0]} of {_types_text(expected[1])}, and "
                 f"{pytrees.structure_text(call.out_tree)} of "
-                f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
+                f"{_types_text((x.dtype, len(x.shape)) for x in call.results)}."
             )
         return results
 
@@ -315,7 +315,7 @@ class _DependencySearches(threading.local):
 _searches = resets(_DependencySearches())
 
 
-def _spelled(types: Any) -> str:
+def _types_text(types: Any) -> str:
     return ", ".join(f"{dtype} of {rank} dims" for dtype, rank in types) or "no tensors"
 
 

@@ -103,7 +103,7 @@ class custom_vmap(Rule[Result]):
             return
         leaves, tree = pytrees.flatten(args)
         try:
-            key = tree, tuple(_key(leaf) for leaf in leaves)
+            key = tree, tuple(_leaf_key(leaf) for leaf in leaves)
             is_known = key in self._structures
         except TypeError:  # an argument without a hash
             return
@@ -139,7 +139,7 @@ class custom_vmap(Rule[Result]):
 _MOST_KNOWN = 64
 
 
-def _key(leaf: Any) -> Any:
+def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     hash(leaf)

@@ -47,7 +47,9 @@ class Joined:
         if self._tree is None:
             self._tree = tree
             dims = match_out_dims(self.spec, out, tree) if collections is None else collections[1]
-            self._leaves = [_leaf(v, dim, self.size) for v, dim in zip(values, dims, strict=True)]
+            self._leaves = [
+                _joiner_of(v, dim, self.size) for v, dim in zip(values, dims, strict=True)
+            ]
         elif tree != self._tree:
             self._refuse(pytrees.structure_text(tree), pytrees.structure_text(self._tree))
         for leaf, value in zip(self._leaves, values, strict=True):
@@ -85,7 +87,7 @@ class _LeafJoiner(Protocol):
         """Return the value for all examples."""
 
 
-def _leaf(value: Any, dim: int | None, size: int) -> _LeafJoiner:
+def _joiner_of(value: Any, dim: int | None, size: int) -> _LeafJoiner:
     if dim is None or not isinstance(value, torch.Tensor):
         return _SharedValue(value)
     dim %= value.dim()
@@ -122,7 +124,7 @@ class _PartsJoiner:
         self.bytes = 0
 
     def kind(self, value: Any) -> str:
-        return _kind(value, self.dim)
+        return _part_text(value, self.dim)
 
     def add(self, start: int, value: torch.Tensor) -> None:
         self.parts.append(value)
@@ -151,7 +153,7 @@ class _CopyingJoiner:
         self.whole = permuted_back(value.new_empty([shape[i] for i in order]), order)
 
     def kind(self, value: Any) -> str:
-        return _kind(value, self.dim)
+        return _part_text(value, self.dim)
 
     def add(self, start: int, value: torch.Tensor) -> None:
         self.whole.narrow(self.dim, start, value.shape[self.dim]).copy_(value)
@@ -160,7 +162,7 @@ class _CopyingJoiner:
         return self.whole
 
 
-def _kind(value: Any, dim: int) -> str:
+def _part_text(value: Any, dim: int) -> str:
     if not isinstance(value, torch.Tensor):
         return "no tensor"
     shape: list[Any] = list(value.shape)

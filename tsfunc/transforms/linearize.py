@@ -75,10 +75,10 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     """
     check_function("linearize", func)
     if (other_jvp := delegate("jvp")) is not None:
-        out, kept = _split(func(*primals), has_aux)
+        out, kept = _split_aux(func(*primals), has_aux)
 
         def by_jvp(*tangents: Any) -> Any:
-            return other_jvp(lambda *xs: _split(func(*xs), has_aux)[0], primals, tangents)[1]
+            return other_jvp(lambda *xs: _split_aux(func(*xs), has_aux)[0], primals, tangents)[1]
 
         return (out, by_jvp, *kept)
     if torch.is_inference_mode_enabled():
@@ -87,7 +87,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     flat, spec = flatten_tensors(API, "primals", primals, names)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-        out, aux = _split(func(*pytrees.unflatten(spec, inputs)), has_aux)
+        out, aux = _split_aux(func(*pytrees.unflatten(spec, inputs)), has_aux)
         leaves, out_spec = flatten_output(API, out)
         return leaves, (leaves, out_spec, aux)
 
@@ -113,7 +113,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     return (output, jvp_fn, *recorded.released_aux(aux))
 
 
-def _split(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:
+def _split_aux(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:
     """Return the output, and a list with the auxiliary part if there is one."""
     output, aux = split_aux(API, output, has_aux)
     return output, [aux] if has_aux else []

@@ -63,7 +63,7 @@ class FunctionalOptimizer:
         """
         leaves, tree = pytrees.flatten(params)
         self._check_tensors("init", leaves, tree)
-        made = [_leaf(each) for each in leaves]
+        made = [_fresh_leaf(each) for each in leaves]
         optimizer = self._optimizer(made, {})
         for each in made:
             each.grad = torch.zeros_like(each)
@@ -96,12 +96,12 @@ class FunctionalOptimizer:
         ):
             self._check(path, leaf, gradient, before)
         recorded = bool(self.options.get("differentiable"))
-        made = [each.clone() if recorded else _leaf(each) for each in leaves]
+        made = [each.clone() if recorded else _fresh_leaf(each) for each in leaves]
         optimizer = self._optimizer(made, options)
         for leaf, gradient, before in zip(made, gradients, states, strict=True):
             leaf.grad = gradient if recorded or gradient is None else gradient.detach()
             if before:
-                copies = {name: _copy(value, recorded) for name, value in before.items()}
+                copies = {name: _copy_of_leaf(value, recorded) for name, value in before.items()}
                 optimizer.state[leaf] = copies
         with as_if_compiling(), warnings.catch_warnings():
             # The copies of a differentiable step are not leaves, and have a .grad all the same.
@@ -253,11 +253,11 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     return FunctionalOptimizer(cls, options)
 
 
-def _leaf(value: torch.Tensor) -> torch.Tensor:
+def _fresh_leaf(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone().requires_grad_()
 
 
-def _copy(value: Any, recorded: bool) -> Any:
+def _copy_of_leaf(value: Any, recorded: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if recorded else value.detach().clone()

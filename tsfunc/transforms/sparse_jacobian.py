@@ -202,10 +202,12 @@ def _given_pattern(blocks: Blocks, sparsity: Any) -> torch.Tensor:
             f"{API}: sparsity: expected the output's shape followed by the argument's, "
             f"{tuple(x.shape)}, or a matrix of their numbers of entries, got the shape {shape}."
         )
-    return torch.stack([_number(positions[:rank], shape[:rank]), _number(positions[rank:], sizes)])
+    return torch.stack(
+        [_flat_indices(positions[:rank], shape[:rank]), _flat_indices(positions[rank:], sizes)]
+    )
 
 
-def _number(positions: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _flat_indices(positions: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the flat indices of multi-dimensional positions."""
     numbers = torch.zeros(positions.shape[1], dtype=torch.long)
     for position, size in zip(positions, shape, strict=True):

@@ -228,7 +228,7 @@ class _BatchedCalls:
             level = SpreadLevel(size, spec.randomness, spec.label, spec.strict, spec.mesh_axes)
         else:
             level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
-        return _run(spec, level, flat, bdims, tree, kwargs, self.out_plans)
+        return _run_level(spec, level, flat, bdims, tree, kwargs, self.out_plans)
 
     def _inputs(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -335,10 +335,10 @@ def _run_part(
 
     Without ``bdims`` the inputs are the level's tracers already.
     """
-    return _run(spec, level, part, bdims or [None] * len(part), tree, kwargs, {})
+    return _run_level(spec, level, part, bdims or [None] * len(part), tree, kwargs, {})
 
 
-def _run(
+def _run_level(
     spec: Spec,
     level: BatchLevel,
     flat: Sequence[Any],

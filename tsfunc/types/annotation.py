@@ -99,7 +99,7 @@ class _Reading:
         """Return the type of a part, which is a step further from ``where``."""
         if self.descriptor is not None:
             return self.descriptor(annotation, self.where + step)
-        return _read(annotation, self)
+        return _read_annotation(annotation, self)
 
 
 @folding()
@@ -130,12 +130,12 @@ def from_annotation(
     Source: the type annotations of the TorchScript type system proposal.
     """
     try:
-        return _read(annotation, _Reading(where, scope))
+        return _read_annotation(annotation, _Reading(where, scope))
     except RecursionError:
         raise AnnotationError(f"{where}: nested too deeply for a type") from None
 
 
-def _read(annotation: Any, reading: _Reading) -> TSType:
+def _read_annotation(annotation: Any, reading: _Reading) -> TSType:
     if isinstance(annotation, TSType):
         return annotation
     if isinstance(annotation, TSModuleType):
@@ -160,9 +160,9 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
     if isinstance(annotation, type):
         return _from_class(annotation, reading)
     if isinstance(annotation, typing.NewType):
-        return _read(annotation.__supertype__, reading)
+        return _read_annotation(annotation.__supertype__, reading)
     if type(annotation).__name__ == "TypeAliasType":  # Python 3.12's `type X = ...`
-        return _read(annotation.__value__, reading)
+        return _read_annotation(annotation.__value__, reading)
     raise reading.unknown(annotation)
 
 
@@ -180,7 +180,7 @@ def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TS
 def _from_string(text: str, reading: _Reading) -> TSType:
     if reading.scope is None:
         try:
-            return read_type(text, {}, lambda value: _read(value, reading))
+            return read_type(text, {}, lambda value: _read_annotation(value, reading))
         except AnnotationError as error:
             raise AnnotationError(f"{reading.where}: {error}") from None
     try:
@@ -189,12 +189,12 @@ def _from_string(text: str, reading: _Reading) -> TSType:
     except Exception as error:
         # The text can be of the grammar without being Python: f32[n, 64] cpu.
         try:
-            return read_type(text, reading.scope, lambda value: _read(value, reading))
+            return read_type(text, reading.scope, lambda value: _read_annotation(value, reading))
         except AnnotationError:
             refused = reading.error(f"{text!r} can't be read: {error}")
             refused.undefined = isinstance(error, NameError | AttributeError)
             raise refused from None
-    return _read(value, reading)
+    return _read_annotation(value, reading)
 
 
 _WORDS: dict[str, object] = {
@@ -379,7 +379,9 @@ def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
         where = f"{reading.where}: {cls.__name__}.{name}"
         scope = class_scope(cls)
         elements.append(
-            _read(annotations.get(name, TENSOR), replace(inner, where=where, scope=scope))
+            _read_annotation(
+                annotations.get(name, TENSOR), replace(inner, where=where, scope=scope)
+            )
         )
     return TSNamedTuple(names, tuple(elements))
 

@@ -100,11 +100,11 @@ def leaves_names_open(type_: TSAllType) -> bool:
     """
     return any(
         isinstance(dim, DimExpr) or (behind and isinstance(dim, Dim))
-        for dim, behind in _dims(type_, ())
+        for dim, behind in _sizes_in_type(type_, ())
     )
 
 
-def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm, bool]]:
+def _sizes_in_type(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm, bool]]:
     """Yield the sizes in a type, and True for sizes behind a type that needs ``decide``.
 
     ``behind`` are the enclosing classes, so that a class with itself as an attribute comes once.
@@ -115,13 +115,13 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
         cls = type_.cls
         if dataclasses.is_dataclass(cls) and cls not in behind:
             for part in attribute_types(cls).values():
-                yield from _dims(part, (*behind, cls))
+                yield from _sizes_in_type(part, (*behind, cls))
         return
     if not type_.parts:
         for dim in type_.dims:
             yield dim, bool(behind)
     for part in type_.parts:
-        yield from _dims(part, behind if type_.closed else (*behind, type(type_)))
+        yield from _sizes_in_type(part, behind if type_.closed else (*behind, type(type_)))
 
 
 # --- interfaces

@@ -200,7 +200,7 @@ attribute open).
         raise TypeError(f"compile_descriptors: expected an inspect.Signature, got {signature!r}.")
     call = f"{name}({', '.join(signature.parameters)})"
     try:
-        read, dims = _read(descriptors, signature)
+        read, dims = _read_descriptors(descriptors, signature)
     except DescriptorError as error:
         raise DescriptorError(f"descriptors of {call}: {error}") from None
     defaults = {
@@ -211,7 +211,7 @@ attribute open).
     return Contract(call, read, dims, defaults, generate_check(read, signature))
 
 
-def _read(
+def _read_descriptors(
     descriptors: Mapping[str, object], signature: inspect.Signature
 ) -> tuple[dict[str, Descriptor], dict[str, Dim]]:
     """Return the descriptors, in the order of the parameters, and the named dims in them."""
@@ -293,7 +293,7 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
     dims: dict[str, Dim] = {}
     written: dict[str, list[str]] = {}
     for where, meta in leaves:
-        for part, form in _sizes(meta):
+        for part, form in _sizes_with_paths(meta):
             if not isinstance(form, Dim):
                 continue
             if form.is_bounded:
@@ -308,7 +308,7 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
     return dims
 
 
-def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
+def _sizes_with_paths(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
     """Yield all sizes in a tensor's metadata with their paths."""
     first = 0 if meta.dims is not None else -len(meta.trailing)
     for axis, form in enumerate(meta.dims or meta.trailing, first):
@@ -326,7 +326,7 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
     pending = [
         (f"{where}{part}", form)
         for where, meta in leaves
-        for part, form in _sizes(meta)
+        for part, form in _sizes_with_paths(meta)
         if isinstance(form, DimExpr)
     ]
     before = None
@@ -348,7 +348,7 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
 def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
     """Raise for an expression that is negative for all sizes that its names allow."""
     for where, meta in leaves:
-        for part, form in _sizes(meta):
+        for part, form in _sizes_with_paths(meta):
             if not isinstance(form, DimExpr):
                 continue
             ranges = {name: (dims[name].min or 0, dims[name].max) for name in form.names}

@@ -332,14 +332,15 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
         if meta.shape is None:
             return meta
         shape = tuple(
-            size if size is ... else spell_dim(_size(parse_dim(size), dims)) for size in meta.shape
+            size if size is ... else spell_dim(_size_of_form(parse_dim(size), dims))
+            for size in meta.shape
         )
         return dataclasses.replace(meta, shape=shape)
 
     return descriptor.map_tensors(named)
 
 
-def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
+def _size_of_form(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
     match form:
         case Dim(name):
             return parse_dim(dims[name]) if name in dims else form

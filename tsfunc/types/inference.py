@@ -78,11 +78,11 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
     if len(rest) < len(values):
         return optional(_common(rest, tensor)) if rest else NONE
     if all(isinstance(value, list) for value in rest):
-        return TSList(_elements([item for value in rest for item in value], tensor, TENSOR))
+        return TSList(_element_type([item for value in rest for item in value], tensor, TENSOR))
     if all(isinstance(value, dict) for value in rest):
-        key = _elements([key for value in rest for key in value], tensor, STR)
+        key = _element_type([key for value in rest for key in value], tensor, STR)
         items = [item for value in rest for item in value.values()]
-        return TSDict(key if is_key_type(key) else ANY, _elements(items, tensor, TENSOR))
+        return TSDict(key if is_key_type(key) else ANY, _element_type(items, tensor, TENSOR))
     if all(is_tuple(value) for value in rest) and len({len(value) for value in rest}) == 1:
         columns = tuple(_common(column, tensor) for column in zip(*rest, strict=True))
         names, *others = {field_names(value) for value in rest}
@@ -90,7 +90,7 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
     return functools.reduce(join_parts, dict.fromkeys(_single(value, tensor) for value in rest))
 
 
-def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TSType:
+def _element_type(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TSType:
     return _common(values, tensor) if values else default
 
 

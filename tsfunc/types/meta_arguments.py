@@ -115,7 +115,7 @@ def _shape(shape: object, rank: object) -> Shape | None:
             f"got {shape!r} of type {type(shape).__name__}"
         )
     leading = bool(shape) and shape[0] in _ANY_DIMS
-    dims = tuple(_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
+    dims = tuple(_checked_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
     if rank is None:
         return dims if not leading else (..., *dims) if dims else None
     if len(dims) > rank or (len(dims) < rank and not leading):
@@ -221,7 +221,7 @@ def _require_some_strides(attributes: Mapping[str, Any]) -> None:
         )
 
 
-def _dim(spec: object, axis: int) -> DimSpec:
+def _checked_dim(spec: object, axis: int) -> DimSpec:
     if spec is ... or spec == "...":
         raise DescriptorError(
             f"MetaTensorType(shape=...): dim {axis}: `...` stands for the dims before all others; "

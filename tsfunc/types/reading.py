@@ -94,10 +94,12 @@ def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> De
         >>> str(parse_descriptor(text)) == text
         True
     """
-    return read_type(text, scope or {}, lambda value: from_annotation(value, scope), _named)
+    return read_type(
+        text, scope or {}, lambda value: from_annotation(value, scope), _named_descriptor
+    )
 
 
-def _named(value: Any) -> Descriptor:
+def _named_descriptor(value: Any) -> Descriptor:
     """Return the descriptor of an object named in a text, without fields: the text lists them."""
     is_class = isinstance(value, type) and not is_interface(value)
     return class_type(value) if is_class else as_descriptor(value)

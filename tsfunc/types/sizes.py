@@ -127,7 +127,7 @@ class SizeSum:
 
     @staticmethod
     def of_int(number: int) -> SizeSum:
-        return _sum({(): number})
+        return _sum_of_terms({(): number})
 
     @staticmethod
     def of_name(name: str) -> SizeSum:
@@ -148,7 +148,7 @@ class SizeSum:
         terms = dict(self.terms)
         for term, factor in other.terms:
             terms[term] = terms.get(term, 0) + factor
-        return _sum(terms)
+        return _sum_of_terms(terms)
 
     def __neg__(self) -> SizeSum:
         return SizeSum(tuple((term, -factor) for term, factor in self.terms))
@@ -159,7 +159,7 @@ class SizeSum:
     def __mul__(self, other: SizeSum) -> SizeSum:
         for scaled, number in ((self, other.number), (other, self.number)):
             if number is not None:
-                return _sum({term: factor * number for term, factor in scaled.terms})
+                return _sum_of_terms({term: factor * number for term, factor in scaled.terms})
         if min(len(self.terms), len(other.terms)) > 1 and (
             len(self.terms) * len(other.terms) > _MOST_TERMS
         ):
@@ -171,7 +171,7 @@ class SizeSum:
                 powers[atom] = powers.get(atom, 0) + power
             term = tuple(sorted(powers.items(), key=_text_of_first))
             terms[term] = terms.get(term, 0) + factor * more
-        return _sum(terms)
+        return _sum_of_terms(terms)
 
     def __floordiv__(self, other: SizeSum) -> SizeSum:
         parts = self._divided(other.number)
@@ -188,7 +188,7 @@ class SizeSum:
             return None
         rest = dict(self.terms).get((), 0)
         quotient = {term: factor // divisor for term, factor in factors}
-        return _sum({**quotient, (): rest // divisor}), rest % divisor
+        return _sum_of_terms({**quotient, (): rest // divisor}), rest % divisor
 
     def divided_exactly(self, divisor: SizeSum) -> SizeSum | None:
         """Return the quotient by a number; None if it has a remainder."""
@@ -290,7 +290,7 @@ class SizeSum:
             if power > 1 or name in inner.names:
                 return None
             (slope if power else rest)[tuple(powers.items())] = factor
-        return _sum(slope), _sum(rest)
+        return _sum_of_terms(slope), _sum_of_terms(rest)
 
     def solve(self, name: str, value: SizeSum, meaning: Mapping[str, SizeSum]) -> SizeSum | None:
         """Return the sum for a name with which this sum has a value.
@@ -308,7 +308,7 @@ class SizeSum:
         return (value - rest).divided_exactly(slope)
 
 
-def _sum(terms: Mapping[Term, int]) -> SizeSum:
+def _sum_of_terms(terms: Mapping[Term, int]) -> SizeSum:
     nonzero = [(term, factor) for term, factor in terms.items() if factor]
     if len(nonzero) > 1:
         nonzero.sort(key=_term_order)

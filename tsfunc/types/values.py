@@ -506,18 +506,18 @@ def tensor_fields(kind: str, dims: str, words: Iterable[str]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {"dtype": _DTYPES.get(kind)}
     if dims.strip() != "...":
-        fields["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
+        fields["shape"] = [_dim_of_text(dim.strip()) for dim in _split_dims(dims)]
     for word in words:
         _add_word(word, fields)
     return fields
 
 
-def _split(dims: str) -> list[str]:
+def _split_dims(dims: str) -> list[str]:
     """Split the dims of a shape at commas outside of braces."""
     return re.split(r",(?![^{]*\})", dims) if dims.strip() else []
 
 
-def _dim(text: str) -> Any:
+def _dim_of_text(text: str) -> Any:
     if text in ("?", "..."):
         return None if text == "?" else ...
     if text.isdecimal():
@@ -537,7 +537,7 @@ def _bound_of_word(text: str) -> Dim | None:
     if stepped is not None:
         return Dim(stepped[1], multiple_of=int(stepped[2]))
     if chosen is not None:
-        return Dim(chosen[1], one_of=tuple(int(size) for size in _split(chosen[2])))
+        return Dim(chosen[1], one_of=tuple(int(size) for size in _split_dims(chosen[2])))
     bounded = _BOUNDED.fullmatch(text)
     if bounded is None:
         return None
@@ -559,7 +559,7 @@ def _add_word(word: str, fields: dict[str, Any]) -> None:
         key, value = "memory_format", _MEMORY_FORMATS[word]
     elif word.startswith("strides["):
         strides = word.removeprefix("strides[").removesuffix("]")
-        key, value = "strides", [_dim(stride.strip()) for stride in _split(strides)]
+        key, value = "strides", [_dim_of_text(stride.strip()) for stride in _split_dims(strides)]
     else:
         key, value = "device", word
     if key in fields:

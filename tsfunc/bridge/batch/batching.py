@@ -102,7 +102,7 @@ def _by_rule(
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         if isinstance(op, TorchOperator) and op.inplace:
-            change = _reshape if op.reshapes else _write
+            change = _reshape if op.reshapes else _write_batched
             out = change(op, row.rule, args[0], level, bdims, values, kwargs)
         else:
             out = row.rule(op.native, level, bdims, values, kwargs)
@@ -145,7 +145,7 @@ def _with_batched_kwargs(
     return without_rule(op, level, args, kwargs)
 
 
-def _write(
+def _write_batched(
     op: TorchOperator,
     rule: Rule,
     target: Any,

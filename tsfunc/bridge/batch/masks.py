@@ -79,15 +79,15 @@ def _expanded_to_mask(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torc
 
 
 def _index_put(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-    return _put(args, kwargs, inplace=False)
+    return _put_masked(args, kwargs, inplace=False)
 
 
 def _index_put_inplace(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     WRITERS[func](func, args, kwargs)
-    return _put(args, kwargs, inplace=True)
+    return _put_masked(args, kwargs, inplace=True)
 
 
-def _put(args: Args, kwargs: Kwargs, *, inplace: bool) -> Any:
+def _put_masked(args: Args, kwargs: Kwargs, *, inplace: bool) -> Any:
     if len(args) < 3:
         return NotImplemented
     x, indices, value, *rest = args

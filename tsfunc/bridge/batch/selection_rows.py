@@ -81,7 +81,7 @@ def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -
     return x.like(out, 1 - x.after)
 
 
-def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+def _row_pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Functions of the rows of two tensors that return a number for each pair of rows."""
     options = dict(kwargs)
     lead, values = together(args[:2], func.__name__)
@@ -164,7 +164,7 @@ function_rules.serve(_matmul, "matmul mm mv dot __matmul__ __rmatmul__")
 function_rules.serve(_rows, "linear", functional)
 function_rules.serve(_normalize, "normalize", functional)
 function_rules.serve(_layer_norm, "layer_norm rms_norm", functional)
-function_rules.serve(_pairs, "cosine_similarity pairwise_distance", functional)
+function_rules.serve(_row_pairs, "cosine_similarity pairwise_distance", functional)
 function_rules.serve(_embedding, "embedding", functional)
 function_rules.serve(_transposed, "t transpose")
 function_rules.add(

@@ -123,7 +123,7 @@ def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
         return None
     items: list[Any] = []
     dim = 0
-    for item in _items(entries, x.dim()):
+    for item in _index_items(entries, x.dim()):
         shape, count = _mask_shape(item), _consumed_dims(item)
         if not shape:
             items.append(item)
@@ -137,7 +137,7 @@ def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
     return tuple(items)
 
 
-def _items(index: Any, rank: int) -> list[Any]:
+def _index_items(index: Any, rank: int) -> list[Any]:
     """Return the items of an index with Ellipsis expanded, so that they cover all dims."""
     items = list(index) if isinstance(index, tuple) else [index]
     rest = [_ALL] * (rank - sum(_consumed_dims(item) for item in items if item is not Ellipsis))
@@ -206,13 +206,13 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
             return x[entries]
         if not is_traced_here() or not depends_on_sizes(x, entries):
             return NotImplemented
-        view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
+        view, left = basic_view(x, _index_items(index, x.dim()), _consumed_dims)
         return view[tuple(left)] if left else view
     integers = tuple([_as_known_int(item) for item in entries])
     if not any(_is_traced(item) for item in integers):
         same = all(a is b for a, b in zip(entries, integers, strict=True))
         return NotImplemented if same else x[integers]
-    items = _items(integers, x.dim())
+    items = _index_items(integers, x.dim())
     for position in reversed(range(len(items))):
         if _is_traced(items[position]):
             x = _gathered(x, items, position)
@@ -224,7 +224,7 @@ def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
     entries = index if isinstance(index, tuple) else (index,)
     if not any(is_lazy(item) for item in entries) or sum(map(_is_advanced, entries)) != 1:
         return None
-    return _items(index, x.dim())
+    return _index_items(index, x.dim())
 
 
 def _arguments(args: Args, kwargs: Kwargs, *names: str) -> Sequence[Any]:
@@ -283,12 +283,12 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(_is_flag(item) for item in entries):
         return _set_by_mask(*_with_masks(x, entries), value)
     if sum(map(_is_advanced, entries)) == 1 and any(is_recorded_mask(i, x, value) for i in entries):
-        write_by_mask(x, _items(index, x.dim()), value)
+        write_by_mask(x, _index_items(index, x.dim()), value)
         return None
     if not any(_is_traced(item) for item in entries):
         if not is_traced_here() or not depends_on_sizes(x, entries):
             return NotImplemented
-        view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
+        view, left = basic_view(x, _index_items(index, x.dim()), _consumed_dims)
         view[tuple(left) or Ellipsis] = value
         return None
     integers = tuple([_as_known_int(item) for item in entries])
@@ -297,7 +297,7 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return None
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
-    items = _items(index, x.dim())
+    items = _index_items(index, x.dim())
     if any(_is_advanced(item) and not _is_scalar(item) for item in items):
         # Gather the part that the traced items select, write into a clone of it, and put it back.
         chosen: list[Any] = []
@@ -307,7 +307,7 @@ def _set(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         rest = [_ALL if _is_bound_by_tracers(i) else i for i in items if not _is_scalar(i)]
         part[tuple(rest)] = value
         items, value = chosen, part
-    _put(x, items, value)
+    _put_at_items(x, items, value)
     return None
 
 
@@ -315,7 +315,7 @@ def _with_masks(x: torch.Tensor, entries: Sequence[Any]) -> tuple[torch.Tensor, 
     """Replace bool tracers without dims by one mask along a new dim of size 1, their meaning."""
     flags = [item for item in entries if _is_flag(item)]
     mask = functools.reduce(torch.logical_and, flags).reshape(1)
-    items = _items(tuple(entries), x.dim())
+    items = _index_items(tuple(entries), x.dim())
     places = [k for k, item in enumerate(items) if _is_flag(item)]
     adjacent = places[-1] - places[0] < len(places)
     first = places[0] if adjacent else 0  # torch puts the dim of separate items first
@@ -327,7 +327,7 @@ def _with_masks(x: torch.Tensor, entries: Sequence[Any]) -> tuple[torch.Tensor, 
 
 def _set_by_mask(x: torch.Tensor, entries: tuple[Any, ...], value: Any) -> None:
     """``x[given] = value``; a value for each selected element is left to torch's operator."""
-    items = _items(entries, x.dim())
+    items = _index_items(entries, x.dim())
     advanced = [k for k, item in enumerate(items) if _is_advanced(item) or _is_traced(item)]
     right = sum(item is None or isinstance(item, slice) for item in items[advanced[0] :])
     rank = value.dim() if isinstance(value, torch.Tensor) else 0
@@ -343,7 +343,7 @@ def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:
     return value
 
 
-def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
+def _put_at_items(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     """Write ``value`` to the elements that ints, slices and traced items select."""
     # A view with the dims of the traced items kept whole.
     view = x[tuple(_ALL if _is_traced(item) else item for item in items)]

@@ -194,7 +194,7 @@ class _Recorded(Function):
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
             samples = [_without_gaps(_like(inputs[i]), call.trace) for i in wrt]
-            wanted = [_mapped(one, inside, call.trace) for one in samples]
+            wanted = [_mapped_result(one, inside, call.trace) for one in samples]
             operands = [*inputs, *wrapped, *states]
             gradients = call_control_flow(op, call.trace, operands, call.numbers, wanted)
             for i, value in zip(wrt, gradients, strict=True):
@@ -249,7 +249,9 @@ def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
     return TracerStack((*inside, *stack.shifted_by(len(inside)).frames))
 
 
-def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) -> TracedResult:
+def _mapped_result(
+    result: TracedResult, inside: Sequence[Frame], trace: TraceLevel
+) -> TracedResult:
     """Return the type of a result of a batch of calls."""
     if not inside:
         return result

@@ -92,7 +92,7 @@ def example_indices(value: Tensor) -> list[Tensor]:
     return [axis_index(level, value.device) + level.original.first for level in stack.batch_levels]
 
 
-def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
+def _run_effect(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
     function = _effects.get(effect)
     if function is None:
         raise RuntimeError(
@@ -103,7 +103,7 @@ def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
         function.call([value.detach() for value in values], batch_dims)
 
 
-_library.impl("call", _run, "CompositeExplicitAutograd")
+_library.impl("call", _run_effect, "CompositeExplicitAutograd")
 _library.impl("call", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("tsfunc_debug::call", lambda *args: None, lib=_library)
 

@@ -101,7 +101,11 @@ class _NanMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not self.recorder.running and _is_written(func.name()) and _tensors((args, kwargs)):
+        if (
+            not self.recorder.running
+            and _is_written(func.name())
+            and _tensors_of_tree((args, kwargs))
+        ):
             location, backward = self.lines.here()
             _check_for_nans(func.name(), out, _program_location() or location, backward)
         return out
@@ -111,7 +115,7 @@ def _is_written(operator: str) -> bool:
     return not operator.partition("::")[2].startswith(_UNWRITTEN)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors_of_tree(tree: Any) -> list[torch.Tensor]:
     leaves = optree.tree_leaves(tree, none_is_leaf=True)
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
@@ -132,7 +136,7 @@ def _program_location() -> Location | None:
 
 def _check_for_nans(operator: str, out: Any, location: Location, backward: bool) -> None:
     """Raise an error if a result has a NaN."""
-    for result in _tensors(out):
+    for result in _tensors_of_tree(out):
         value, stack = unwrap_all(result)
         nan = _nan_mask(value)
         if nan is None:

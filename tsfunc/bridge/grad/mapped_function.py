@@ -344,8 +344,8 @@ class MappedFunction:
         if to is None:
             if bdim is not None:
                 return value.sum(bdim)
-            return value * _size(level) if self.batched else value
-        return expand_at(value, bdim, _size(level), to)
+            return value * _batch_size(level) if self.batched else value
+        return expand_at(value, bdim, _batch_size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         """Run the class's ``jvp``; each tangent has the batch dim of its result."""
@@ -356,7 +356,7 @@ class MappedFunction:
         if not isinstance(x, torch.Tensor):
             return x
         value, bdim, to = value_at_level(x, level), bdim_of(x, level), self.out_dims[i]
-        return value if to is None else expand_at(value, bdim, _size(level), to)
+        return value if to is None else expand_at(value, bdim, _batch_size(level), to)
 
 
 def _state_outside(level: TracerLevel) -> State:
@@ -393,7 +393,7 @@ def _wrapped(values: Sequence[Any], bdims: Sequence[Any], level: BatchLevel) -> 
     ]
 
 
-def _size(level: TracerLevel) -> Any:
+def _batch_size(level: TracerLevel) -> Any:
     assert isinstance(level, BatchLevel)
     return level.batch_size
 

@@ -112,7 +112,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _may_be_saved(func, args, kwargs):
             return func(*args, **kwargs)
-        key = _key(func, args, kwargs)
+        key = _call_key(func, args, kwargs)
         position = self.seen[key]
         self.seen[key] = position + 1
         return self.at(key, position, func, args, kwargs)
@@ -177,6 +177,6 @@ def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return not (recorded or (tracers and can_carry_tangents()))
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     leaves = pytrees.leaves_of((tuple(args), dict(kwargs)))
     return func, *((x.dtype, tuple(x.shape)) for x in leaves if isinstance(x, torch.Tensor))

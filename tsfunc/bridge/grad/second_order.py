@@ -137,7 +137,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         yield name, decomposition, applies, skipped
         inplace = _inplace_name(name)
         if decomposition is not None and overload_of(inplace) is not None:
-            yield inplace, functools.partial(_write, decomposition), applies, skipped
+            yield inplace, functools.partial(_write_decomposed, decomposition), applies, skipped
 
 
 def _joined(
@@ -171,7 +171,9 @@ def _inplace_name(name: str) -> str:
     return f"{base}_{dot}{overload}"
 
 
-def _write(decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _write_decomposed(
+    decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Write the result of an operator's decomposition into its first argument."""
     # Autograd saves the argument of the decomposition, which the write must not change.
     out = decomposition(x.clone(), *args, **kwargs)
@@ -226,7 +228,7 @@ class _Power(Function):
 
 _POWERS: dict[str, _Decomposition | None] = {
     "aten::pow.Tensor_Tensor": _power,
-    "aten::pow_.Tensor": functools.partial(_write, _power),
+    "aten::pow_.Tensor": functools.partial(_write_decomposed, _power),
 }
 
 

@@ -134,7 +134,7 @@ def _from_received(x: Tensor, like: Tensor) -> Tensor:
     return x.view(torch.bool) if like.dtype is torch.bool else x
 
 
-def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+def _sum_ranks(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     out = _as_real(x).clone(memory_format=torch.contiguous_format)
     wait_for(mesh.group(axis).allreduce([out]), mesh, axis, out)
     return _restore_dtype(out, x)
@@ -215,7 +215,7 @@ def own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _copy(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+def _copy_input(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     return own_copy(x)
 
 
@@ -288,7 +288,7 @@ class Exchange:
 
 
 EXCHANGES: Final = {
-    "sum": Exchange(_sum, "sum", collective="psum", sums=True, makes="equal"),
+    "sum": Exchange(_sum_ranks, "sum", collective="psum", sums=True, makes="equal"),
     "gather": Exchange(_gather, "scatter", _with_dim, collective="all_gather", makes="equal"),
     "scatter": Exchange(
         _scatter, "gather", _without_dim, collective="psum_scatter", sums=True, makes="parts"
@@ -301,9 +301,9 @@ EXCHANGES: Final = {
     ),
     "slice": Exchange(_slice, "tile", _dim_divided, guaranteed="argument", makes="parts"),
     "tile": Exchange(_tile, "slice", _dim_multiplied, collective="all_gather"),
-    "enter": Exchange(_copy, "total", guaranteed="argument", makes="equal"),
-    "total": Exchange(_sum, "enter", collective="psum", sums=True),
-    "leave": Exchange(_copy, "share", guaranteed="result"),
+    "enter": Exchange(_copy_input, "total", guaranteed="argument", makes="equal"),
+    "total": Exchange(_sum_ranks, "enter", collective="psum", sums=True),
+    "leave": Exchange(_copy_input, "share", guaranteed="result"),
     "share": Exchange(_share, "join", guaranteed="result"),
-    "join": Exchange(_copy, "share", guaranteed="result"),
+    "join": Exchange(_copy_input, "share", guaranteed="result"),
 }

@@ -101,7 +101,7 @@ def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> 
     mesh.reported = id(error)
     for axis in mesh.sizes:
         if axis != axis_name and axis not in informed:
-            _write(mesh, axis, f"{mesh.reports} {error_text(error)[:_LONGEST]}")
+            _write_report(mesh, axis, f"{mesh.reports} {error_text(error)[:_LONGEST]}")
 
 
 def error_text(error: BaseException) -> str:
@@ -116,10 +116,10 @@ def withdraw_report(mesh: Mesh) -> None:
     """Withdraw this rank's report, because the rank goes on."""
     mesh.reported = None
     for axis in mesh.sizes:
-        _write(mesh, axis, "")
+        _write_report(mesh, axis, "")
 
 
-def _write(mesh: Mesh, axis: str, text: str) -> None:
+def _write_report(mesh: Mesh, axis: str, text: str) -> None:
     # The process that has the store may have ended, and the group may have been destroyed.
     with suppress(RuntimeError, MeshError):
         store = _store_of(mesh.group(axis))

@@ -31,56 +31,60 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, reduction: Any, *rest: Any) -> Any:
     for x in tensors:
-        _write("all_reduce", x, (x,), _functional.all_reduce(x, _word(reduction), _name(group)))
+        _write_result(
+            "all_reduce", x, (x,), _functional.all_reduce(x, _word(reduction), _group_name(group))
+        )
     return list(tensors), _completed_work()
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, source: int, *rest: Any) -> Any:
     for x in tensors:
-        _write("broadcast", x, (x,), _functional.broadcast(x, source, _name(group)))
+        _write_result("broadcast", x, (x,), _functional.broadcast(x, source, _group_name(group)))
     return list(tensors), _completed_work()
 
 
 def _all_gather(out: Tensor, x: Tensor, group: Any, *rest: Any) -> Any:
-    gathered = _functional.all_gather_into_tensor(x.contiguous(), _size(group), _name(group))
-    _write("all_gather_into_tensor", out, (out, x), gathered)
+    gathered = _functional.all_gather_into_tensor(
+        x.contiguous(), _group_size(group), _group_name(group)
+    )
+    _write_result("all_gather_into_tensor", out, (out, x), gathered)
     return out, _completed_work()
 
 
 def _all_gather_list(
     outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], group: Any, *rest: Any
 ) -> Any:
-    size = _size(group)
+    size = _group_size(group)
     for parts, x in zip(outs, tensors, strict=True):
         gathered = _functional.all_gather_into_tensor(
-            x.contiguous().unsqueeze(0), size, _name(group)
+            x.contiguous().unsqueeze(0), size, _group_name(group)
         )
         waited = _functional.wait_tensor(gathered)
         for part, value in zip(parts, waited.unbind(0), strict=True):
-            _write("all_gather", part, (part, x), value, waited=True)
+            _write_result("all_gather", part, (part, x), value, waited=True)
     return [list(parts) for parts in outs], _completed_work()
 
 
 def _reduce_scatter(out: Tensor, x: Tensor, group: Any, reduction: Any, *rest: Any) -> Any:
     scattered = _functional.reduce_scatter_tensor(
-        x.contiguous(), _word(reduction), _size(group), _name(group)
+        x.contiguous(), _word(reduction), _group_size(group), _group_name(group)
     )
-    _write("reduce_scatter_tensor", out, (out, x), scattered)
+    _write_result("reduce_scatter_tensor", out, (out, x), scattered)
     return out, _completed_work()
 
 
 def _all_to_all(
     out: Tensor, x: Tensor, group: Any, sent: Sequence[int], given: Sequence[int], *rest: Any
 ) -> Any:
-    size = _size(group)
+    size = _group_size(group)
     received = list(sent) or [out.shape[0] // size] * size
     split = list(given) or [x.shape[0] // size] * size
-    exchanged = _functional.all_to_all_single(x.contiguous(), received, split, _name(group))
-    _write("all_to_all_single", out, (out, x), exchanged)
+    exchanged = _functional.all_to_all_single(x.contiguous(), received, split, _group_name(group))
+    _write_result("all_to_all_single", out, (out, x), exchanged)
     return _completed_work()
 
 
-def _write(
+def _write_result(
     name: str, target: Tensor, operands: Sequence[Tensor], result: Tensor, *, waited: bool = False
 ) -> None:
     """Write a collective's result into the tensor that the user passed.
@@ -103,11 +107,11 @@ def _unboxed(group: Any) -> Any:
     return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
 
 
-def _name(group: Any) -> Any:
+def _group_name(group: Any) -> Any:
     return _unboxed(group).group_name
 
 
-def _size(group: Any) -> int:
+def _group_size(group: Any) -> int:
     return _unboxed(group).size()
 
 

@@ -67,7 +67,7 @@ MAP: Any = torch.ops.tsfunc_mesh.map.default
 INDEX: Any = torch.ops.tsfunc_mesh.index.default
 
 
-def _run(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
+def _run_exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
     # Below autograd, where detach() removes a tangent too.
     return exchange(x.detach(), kind, ints, axis, mesh)
 
@@ -76,7 +76,7 @@ def _run_index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
     return torch.tensor(mesh_named(mesh).index(axis), device=device)
 
 
-_library.impl("map", _run, "CompositeExplicitAutograd")
+_library.impl("map", _run_exchange, "CompositeExplicitAutograd")
 _library.impl("index", _run_index, "CompositeExplicitAutograd")
 
 

@@ -56,12 +56,12 @@ def _constraint(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return torch.sym_not(_constraint(operand, sizes))
         case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _COMPARISONS[type(op)](_size(left, sizes), _size(right, sizes))
+            return _COMPARISONS[type(op)](_size_of_node(left, sizes), _size_of_node(right, sizes))
         case _:
             raise _NotASize
 
 
-def _size(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
+def _size_of_node(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     form = _form(node)
     if not is_small(form):
         raise _NotASize

@@ -202,7 +202,7 @@ def results_of_fixed_sizes(fake: FakeTensorMode, call: Any, args: Args, kwargs: 
     """
     if not isinstance(call, OpOverload):
         return NotImplemented
-    if not all(_is_plain(leaf, fake) for leaf in _leaves((*args, *kwargs.values()))):
+    if not all(_is_meta_argument(leaf, fake) for leaf in _leaves((*args, *kwargs.values()))):
         return NotImplemented
     results = scaled_down(call, args, kwargs)
     if results is NotImplemented and call.name() in _RANGES:
@@ -276,7 +276,7 @@ def _leaves(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _is_plain(value: Any, fake: FakeTensorMode) -> bool:
+def _is_meta_argument(value: Any, fake: FakeTensorMode) -> bool:
     """True if a kernel for meta tensors can use an argument.
 
     A tensor is one of the mode's, on the CPU, and its sizes, strides and dtype describe it fully.

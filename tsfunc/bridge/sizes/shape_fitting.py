@@ -63,7 +63,7 @@ def _fitted(
         return None
     shape = []
     for dim in range(first.dim()):
-        size = _expression([int(x.shape[dim]) for x in samples], points, atoms)
+        size = _fitted_expression([int(x.shape[dim]) for x in samples], points, atoms)
         if size is None:
             return None
         shape.append(size)
@@ -82,7 +82,7 @@ def _sizes_in(values: Any) -> list[Any]:
     return list(sizes.values())
 
 
-def _expression(
+def _fitted_expression(
     wanted: Sequence[int], points: Sequence[Mapping[Any, int]], atoms: Sequence[Any]
 ) -> Any:
     """Return an expression in some sizes that has the wanted values, or None."""

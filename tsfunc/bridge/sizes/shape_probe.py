@@ -47,10 +47,10 @@ class ShapeProbe:
 
     def __init__(self, env: Any, call: _Call, args: Any, kwargs: Any) -> None:
         self.env, self.call = env, call
-        self.args, self.kwargs = _plain(args), _plain(kwargs)
+        self.args, self.kwargs = _plain_lists(args), _plain_lists(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
         hints = env.backed_var_to_val
-        self.hints = {s: _number(hints[s]) if s in hints else 7 for s in self.symbols}
+        self.hints = {s: _python_number(hints[s]) if s in hints else 7 for s in self.symbols}
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
@@ -103,7 +103,7 @@ class ShapeProbe:
         for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
             low = 2 if spread > 8 else None
             yield self._bounded({
-                s: _number(hint + drawn.randrange(-spread, spread)) if s in numbers
+                s: _python_number(hint + drawn.randrange(-spread, spread)) if s in numbers
                 else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
                 for s, hint in hints.items()
             })  # fmt: skip
@@ -172,17 +172,17 @@ class ShapeProbe:
         return self.results(sizes) is not None
 
 
-def _number(value: Any) -> Any:
+def _python_number(value: Any) -> Any:
     """Return a number as a Python int or float."""
     return int(value) if value == int(value) else float(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain_lists(value: Any) -> Any:
     """Return arguments with plain lists, because optree does not flatten the lists of graphs."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _plain_lists(item) for name, item in value.items()}
     if isinstance(value, list) or type(value) is tuple:
-        return [_plain(item) for item in value]
+        return [_plain_lists(item) for item in value]
     return value
 
 

@@ -96,8 +96,8 @@ def slice_of(
         return NotImplemented
     if any(map(is_of_data, symbolic)):
         return _part_at_data(torch.ops.aten.slice.Tensor, x, dim, start, end, step)
-    first = _within(0 if start is None else start, size)
-    last = _within(sys.maxsize if end is None else end, size)
+    first = _slice_position(0 if start is None else start, size)
+    last = _slice_position(sys.maxsize if end is None else end, size)
     count = _at_least_0(last - first)
     shape, strides = list(x.shape), list(x.stride())
     offset = x.storage_offset() + first * strides[dim]
@@ -118,8 +118,8 @@ def _part_at_data(select: Callable[..., Any], x: Any, dim: int, *bounds: Any) ->
     """Return a part of a fake tensor at bounds that are found in data: NOTE [parts at data]."""
     part = select(x, dim, *bounds)
     env = x.fake_mode.shape_env
-    call = (select, env.symbols.innermost_graph, *map(_expression, (x.shape[dim], *bounds)))
-    at = tuple(map(_expression, (x.storage_offset(), x.stride(dim))))
+    call = (select, env.symbols.innermost_graph, *map(_expression_of, (x.shape[dim], *bounds)))
+    at = tuple(map(_expression_of, (x.storage_offset(), x.stride(dim))))
     shape, offset = list(part.shape), part.storage_offset()
     if select is torch.ops.aten.slice.Tensor:
         shape[dim] = _same_symbol(env, call, shape[dim])
@@ -137,7 +137,7 @@ def _same_symbol(env: Any, key: tuple[Any, ...], size: Any) -> Any:
     return earlier
 
 
-def _expression(size: Any) -> Any:
+def _expression_of(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -224,7 +224,7 @@ def is_of_data(size: torch.SymInt) -> bool:
     return any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
 
 
-def _within(bound: Any, size: Any) -> Any:
+def _slice_position(bound: Any, size: Any) -> Any:
     """Return the position of a slice bound, counted from the front."""
     if type(bound) is int and bound >= sys.maxsize:
         return size

@@ -23,7 +23,7 @@ def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
     return bool(symbolic) and x.dim() > 0 and not any(map(is_of_data, symbolic))
 
 
-def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
+def _split_views(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
     """Return consecutive views along a dim, of the given lengths."""
     parts = []
     begin: Any = 0
@@ -42,7 +42,7 @@ def unbind_of(x: torch.Tensor, dim: int = 0) -> Any:
     dim = wrap_dim(dim, x.dim())
     return [
         view_like(part, _without(part.shape, dim), _without(part.stride(), dim))
-        for part in _parts(x, dim, [1] * count_of(x.shape[dim]))
+        for part in _split_views(x, dim, [1] * count_of(x.shape[dim]))
     ]
 
 
@@ -58,7 +58,7 @@ def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     count = max(1, count_of((size + (split_size - 1)) // split_size))
-    return _parts(x, dim, [split_size] * (count - 1) + [size - split_size * (count - 1)])
+    return _split_views(x, dim, [split_size] * (count - 1) + [size - split_size * (count - 1)])
 
 
 @shape_rule("chunk", "unsafe_chunk")
@@ -78,10 +78,10 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     with suppress_guards(x.fake_mode):
         in_call = bool(goes_evenly), bool(is_long)
     if known(goes_evenly) or (in_call == (True, False) and goes_evenly):
-        return _parts(x, dim, [size // chunks] * chunks)
+        return _split_views(x, dim, [size // chunks] * chunks)
     length = (size + (chunks - 1)) // chunks
     if in_call[1] and is_long:
-        return _parts(x, dim, [length] * (chunks - 1) + [size - length * (chunks - 1)])
+        return _split_views(x, dim, [length] * (chunks - 1) + [size - length * (chunks - 1)])
     return split_of(x, length, dim)
 
 
@@ -92,7 +92,7 @@ def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     size, count = x.shape[dim], count_of(sections)
-    return _parts(x, dim, [(size + (count - 1 - i)) // count for i in range(count)])
+    return _split_views(x, dim, [(size + (count - 1 - i)) // count for i in range(count)])
 
 
 shape_rule("unbind_copy.int")(copying_rule(unbind_of))

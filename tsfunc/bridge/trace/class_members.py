@@ -136,7 +136,7 @@ class UserCall:
         nodes = _inputs(node)
         if len(nodes) != self.tensors:
             return None
-        fill = partial(_filled, nodes)
+        fill = partial(_with_nodes, nodes)
         return tuple(map(fill, self.args)), {name: fill(x) for name, x in self.kwargs.items()}
 
 
@@ -152,10 +152,10 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     return nodes
 
 
-def _filled(nodes: Sequence[torch.fx.Node], arg: Any) -> Any:
+def _with_nodes(nodes: Sequence[torch.fx.Node], arg: Any) -> Any:
     if isinstance(arg, Operand):
         return nodes[arg.place]
-    return map_items(partial(_filled, nodes), arg) if type(arg) in (list, tuple) else arg
+    return map_items(partial(_with_nodes, nodes), arg) if type(arg) in (list, tuple) else arg
 
 
 def _keeping_calls(

@@ -125,10 +125,14 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
     """
     args: Any = loop.args
     symbols = {number.node.expr for number in _numbers(args)}
-    results = [size for size in _sizes(loop.meta["val"]) if isinstance(size, torch.SymInt)]
+    results = [
+        size for size in _sizes_of_values(loop.meta["val"]) if isinstance(size, torch.SymInt)
+    ]
     wanted = {symbol for size in results for symbol in size.node.expr.free_symbols}
     missing = sorted(wanted - symbols, key=str)
-    size_nodes = [node for symbol in missing for node in [_size(graph, symbol)] if node is not None]
+    size_nodes = [
+        node for symbol in missing for node in [_node_of_symbol(graph, symbol)] if node is not None
+    ]
     if not size_nodes:
         return
     loop.update_arg(at, (*args[at], *size_nodes))
@@ -150,13 +154,13 @@ def _numbers(args: Any) -> Iterator[torch.SymInt]:
             yield node.meta["val"]
 
 
-def _sizes(values: Sequence[Any]) -> Iterator[Any]:
+def _sizes_of_values(values: Sequence[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield from (*value.shape, *value.stride())
 
 
-def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
+def _node_of_symbol(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
     """Return a node for a symbol: an input, a size of an input, or None."""
     for node in graph.nodes:
         if node.op != "placeholder":

@@ -57,13 +57,13 @@ def _count_of_sequences(node: torch.fx.Node) -> Any:
     The second result of ``_pack_padded_sequence`` has the number of sequences at each step: all of
     them at the first.
     """
-    if _name(node) != "select" or node.args[1:] != (0, 0):
+    if _operator_name(node) != "select" or node.args[1:] != (0, 0):
         return None
     sizes: Any = node.args[0]
     if sizes.target is not operator.getitem or sizes.args[1] != 1:
         return None
     packed = sizes.args[0]
-    if _name(packed) != "_pack_padded_sequence" or _is_written(node.graph, {sizes}):
+    if _operator_name(packed) != "_pack_padded_sequence" or _is_written(node.graph, {sizes}):
         return None
     x, _, batch_first = packed.args
     return x.meta["val"].shape[0 if batch_first else 1]
@@ -113,12 +113,12 @@ def _ancestors(
 def _is_followed(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and (
         node.target is operator.getitem
-        or _name(node) in _FOLLOWED
+        or _operator_name(node) in _FOLLOWED
         or (node.meta.get("op") is not None and node.meta["op"].is_view)
     )
 
 
-def _name(node: torch.fx.Node) -> str:
+def _operator_name(node: torch.fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", None)
     return "" if packet is None else str(packet.__name__)
 
@@ -167,7 +167,7 @@ def _constant_number(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.
 
 def _is_literal(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
     """True if a node is the tensor that ``torch.tensor(data)`` has made in the function."""
-    return _name(node) == "lift_fresh_copy" and node.args[0] in tensors
+    return _operator_name(node) == "lift_fresh_copy" and node.args[0] in tensors
 
 
 def _is_constant_call(node: torch.fx.Node, tensors: Mapping[torch.fx.Node, torch.Tensor]) -> bool:
@@ -219,7 +219,7 @@ class _Elements:
         self._positions[node] = positions
 
     def _computed(self, node: torch.fx.Node) -> Any:
-        name = _name(node)
+        name = _operator_name(node)
         if node.target is operator.getitem:
             return self._positions[node.args[0]][node.args[1]]  # type: ignore[index]
         source = node.args[0] if node.args else None
@@ -254,7 +254,7 @@ class _Elements:
         )
 
     def _function(self, node: torch.fx.Node) -> Callable[..., Any]:
-        name = _name(node)
+        name = _operator_name(node)
         if name == "div":
             rounding = node.kwargs.get("rounding_mode")
             name = {"floor": "floor_divide", "trunc": "trunc_divide"}.get(str(rounding), "")
@@ -301,7 +301,7 @@ class _Elements:
 
 def _operands_of(node: torch.fx.Node) -> Sequence[Any]:
     """Return the arguments of arithmetic that are operands."""
-    count = 1 if _name(node) in _OF_ONE else 2
+    count = 1 if _operator_name(node) in _OF_ONE else 2
     if len(node.args) < count:
         raise _Unknown
     return node.args[:count]

@@ -28,20 +28,20 @@ def step_or_skip(
     skips = torch.stack([flag.to(flags[0].device) for flag in flags]).sum() != 0
     with torch.no_grad():
         make_state(optimizer)
-        before = [(tensor, tensor.clone()) for tensor in _tensors(optimizer)]
+        before = [(tensor, tensor.clone()) for tensor in _written_by_step(optimizer)]
     earlier = {id(tensor) for tensor, _ in before}
     out = optimizer.step(*args, **kwargs)
     with torch.no_grad():
         for tensor, old in before:
             tensor.copy_(torch.where(skips.to(tensor.device), old, tensor))
-        for tensor in _tensors(optimizer):
+        for tensor in _written_by_step(optimizer):
             if id(tensor) not in earlier:
                 _refuse_dampening(optimizer)
                 tensor.copy_(torch.where(skips.to(tensor.device), torch.zeros_like(tensor), tensor))
     return out
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _written_by_step(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors that a step may write into."""
     for group in optimizer.param_groups:
         for param in group["params"]:

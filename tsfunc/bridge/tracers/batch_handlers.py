@@ -341,7 +341,7 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
 # Each step of forward mode compares the sizes of tangents and primals, and makes
 # aliases of both. Tracers handle these calls directly: the sizes are in the tracer, and an alias
 # at a level is another tracer of the same value.
-def _sizes(x: Any) -> Any:
+def _fixed_shape(x: Any) -> Any:
     shape = _shape_of(x)
     return shape if _INT.issuperset(map(type, shape)) else None
 
@@ -350,7 +350,7 @@ def _is_same_size(args: Sequence[Any]) -> Any:
     if not tls.state.plain:
         return NotImplemented
     with DisableTorchFunctionSubclass():
-        mine, other = _sizes(args[0]), _sizes(args[1])
+        mine, other = _fixed_shape(args[0]), _fixed_shape(args[1])
     return NotImplemented if mine is None or other is None else mine == other
 
 

@@ -93,18 +93,18 @@ def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @hooks.describe_arguments.add
-def _tensors(arguments: Iterable[tuple[str, Any]]) -> str:
+def _tensor_texts(arguments: Iterable[tuple[str, Any]]) -> str:
     """Return the tensors among the arguments of a function, by name, as text."""
     # isinstance would fail for a stand-in of a value of type Any.
     tensors = ((name, x) for name, x in arguments if issubclass(type(x), torch.Tensor))
-    return ", ".join(f"{name}: {_type_of(x)}" for name, x in tensors)
+    return ", ".join(f"{name}: {_tensor_text(x)}" for name, x in tensors)
 
 
-def _type_of(value: torch.Tensor) -> str:
+def _tensor_text(value: torch.Tensor) -> str:
     """Return the dtype and the shape of a tensor: ``float32[3, n]``."""
     with DisableTorchFunctionSubclass():
         # A nested tensor of strided layout has no shape.
-        shape = "nested" if value.is_nested else ", ".join(map(_size, value.shape))
+        shape = "nested" if value.is_nested else ", ".join(map(_size_text, value.shape))
         return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
 
 
@@ -113,13 +113,13 @@ def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = N
 
     def text() -> str:
         leaves = pytrees.leaves_of((args, kwargs or {}))
-        types = ", ".join(_type_of(x) for x in leaves if isinstance(x, torch.Tensor))
+        types = ", ".join(_tensor_text(x) for x in leaves if isinstance(x, torch.Tensor))
         return f"{function_name(func).strip('_')} was called on {types}"
 
     keep_refused_call(error, text)
 
 
-def _size(size: Any) -> str:
+def _size_text(size: Any) -> str:
     """Return a size as text: an int, or an expression of named dims."""
     symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
     return str(size) if symbols is None else str(symbols.spell_size(size))

@@ -161,7 +161,7 @@ def set_draw_counts(counts: DrawCounts) -> None:
     """Set the number of draws of the examples of active vmaps."""
     for level in _counting_levels(tls.state.levels):
         if level.depth in counts:
-            level.draw_count = _at(level, counts[level.depth])
+            level.draw_count = _count_at_level(level, counts[level.depth])
 
 
 def packed_draw_counts() -> torch.Tensor:
@@ -177,7 +177,7 @@ def set_packed_draw_counts(packed: torch.Tensor) -> None:
         set_draw_counts(dict(zip(depths, packed.unbind(), strict=True)))
 
 
-def _at(level: _Vmap, count: Any) -> Any:
+def _count_at_level(level: _Vmap, count: Any) -> Any:
     """Return a count as a value of its level: the examples of inner levels have equal ones."""
     while isinstance(count, Tracer) and count.dispatch_level.depth > level.depth:
         value, dim = count.value, getattr(count, "bdim", None)  # type: ignore[attr-defined]

@@ -92,7 +92,7 @@ def _view_as_real(value: GradTracer) -> GradTracer:
 _LEAVES: Final = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a pytree with each leaf replaced; most arguments are leaves."""
     if isinstance(value, torch.Tensor) or type(value) in _LEAVES:
         return function(value)
@@ -111,8 +111,8 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     def outer(value: Any) -> Any:
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value
 
-    values = [_mapped(inner, arg) for arg in args]
-    out = op.outward(*values, **{name: _mapped(inner, arg) for name, arg in kwargs.items()})
+    values = [_map_leaves(inner, arg) for arg in args]
+    out = op.outward(*values, **{name: _map_leaves(inner, arg) for name, arg in kwargs.items()})
     if isinstance(op, TorchOperator) and op.inplace:
         return op.written_argument(args, kwargs)
-    return _mapped(outer, out)
+    return _map_leaves(outer, out)

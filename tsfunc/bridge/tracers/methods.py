@@ -19,7 +19,7 @@ _T = torch.Tensor
 _DATA = "x.data = ..."
 
 
-def _copy(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _deepcopy(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Implement ``copy.deepcopy``: return a clone at the same level."""
     value, memo = args
     if not isinstance(value, Tracer):
@@ -54,7 +54,7 @@ def refuse_storage(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _named(refuse: Method, name: str) -> Method:
+def _named_setter(refuse: Method, name: str) -> Method:
     """Return the refusal of a property's setter, whose function is called ``__set__``."""
 
     def method(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -68,12 +68,12 @@ def _named(refuse: Method, name: str) -> Method:
 
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _copy, _T.__deepcopy__)
+function_rules.add(Stage.METHOD, _deepcopy, _T.__deepcopy__)
 _STORAGES = "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
 function_rules.add(Stage.METHOD, refuse_storage, *[getattr(_T, name) for name in _STORAGES.split()])
 function_rules.add(
     Stage.METHOD,
-    _named(refuse_storage, _DATA),
+    _named_setter(refuse_storage, _DATA),
     _T.data.__set__,  # type: ignore[attr-defined]
 )
 # This method does not go through the function handler.

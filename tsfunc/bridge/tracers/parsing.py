@@ -148,7 +148,7 @@ def _ints(value: Sequence[Any]) -> list[int] | None:
     return list(value) if _INT.issuperset(map(type, value)) else None
 
 
-def _tensors(value: Sequence[Any]) -> list[Any] | None:
+def _tensors_of_argument(value: Sequence[Any]) -> list[Any] | None:
     return list(value) if value and all(isinstance(x, torch.Tensor) for x in value) else None
 
 
@@ -177,7 +177,7 @@ def _conversion(argument: Any, kind: type) -> Convert | None:
     if text == "List[int]" and kind in _SEQUENCES:
         return _ints
     if text == "List[Tensor]" and kind in _SEQUENCES:
-        return _tensors
+        return _tensors_of_argument
     raise _NoForm
 
 

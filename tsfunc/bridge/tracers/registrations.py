@@ -383,10 +383,10 @@ def on_first_level(function: Callable[..., Any], *args: Any) -> None:
 
 def prepare() -> None:
     """Run the preparations; every transform calls this before it runs."""
-    _run(_on_first_transform)
+    _run_preparations(_on_first_transform)
 
 
-def _run(preparations: list[_Preparation]) -> None:
+def _run_preparations(preparations: list[_Preparation]) -> None:
     if preparations:
         uninterrupted(_run_once, preparations)
 
@@ -403,7 +403,7 @@ def watching_random() -> Any:
     """Context manager: random functions reach the active levels."""
     if RANDOM_KEY_NAME not in _libraries:
         prepare()
-        _run(_on_first_level)
+        _run_preparations(_on_first_level)
         _install(RANDOM_KEY_NAME, RANDOM)
     return with_random_key()
 

@@ -66,10 +66,10 @@ on_first_transform(setattr, torch.nn.utils.stateless, _NAME, _replace)
 
 def replaced_states() -> list[ReplacedState]:
     """Return the tensors of modules that calls have replaced on this thread, outermost first."""
-    return [ReplacedState(module, _tensors(module, names)) for module, names in _calls.active]
+    return [ReplacedState(module, _state_by_name(module, names)) for module, names in _calls.active]
 
 
-def _tensors(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _state_by_name(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return parameters and buffers of a module by their names, without names that it lacks."""
     found = {name: _tensor_of(module, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}

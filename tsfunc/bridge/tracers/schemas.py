@@ -68,7 +68,7 @@ def signature_of_overload(overload: OpOverload) -> OperatorSignature:
     return OperatorSignature(
         overload.name(),
         tuple(_argument(argument) for argument in schema.arguments),
-        tuple(_spelled(str(result.real_type)) for result in schema.returns),
+        tuple(_schema_type(str(result.real_type)) for result in schema.returns),
         frozenset(str(tag).rpartition(".")[2] for tag in overload.tags),
         overload,
     )
@@ -79,7 +79,7 @@ def _argument(argument: Any) -> Argument:
     writes = alias is not None and alias.is_write
     return Argument(
         argument.name,
-        _spelled(str(argument.real_type)),
+        _schema_type(str(argument.real_type)),
         argument.default_value if argument.has_default_value() else None,
         not argument.has_default_value(),
         argument.kwarg_only,
@@ -105,11 +105,11 @@ def _written_memory(value: Any) -> frozenset[str] | None:
     return frozenset(alias.before_set) if alias is not None and alias.is_write else None
 
 
-def _spelled(kind: str) -> str:
+def _schema_type(kind: str) -> str:
     """Return a type such as ``Optional[List[Tensor]]`` as schemas write it: ``Tensor[]?``."""
     for long, mark in (("Optional[", "?"), ("List[", "[]")):
         if kind.startswith(long):
-            return _spelled(kind[len(long) : -1]) + mark
+            return _schema_type(kind[len(long) : -1]) + mark
     return kind
 
 

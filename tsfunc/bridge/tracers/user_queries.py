@@ -129,10 +129,10 @@ def _any(values: Any) -> bool:
 
 def same_size(left: Any, right: Any) -> bool:
     """True if two sizes are known to be equal; adds no guard."""
-    return bool(_expression(left) == _expression(right))
+    return bool(_expression_text(left) == _expression_text(right))
 
 
-def _expression(size: Any) -> Any:
+def _expression_text(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
 
 

@@ -54,7 +54,7 @@ class DescribedTensor:
         if same(value):
             self.name = name
             return True
-        for key, part in _parts(value):
+        for key, part in _contents(value):
             if same(part):
                 self.name = name + key
                 self.module = name if isinstance(value, torch.nn.Module) else None
@@ -80,7 +80,7 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
             yield name, frame.f_globals[name]
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the direct contents of a variable, each with the suffix of its expression."""
     if isinstance(value, torch.nn.Module):
         for named in (value.named_parameters(), value.named_buffers()):

@@ -31,13 +31,13 @@ from tsfunc.ops.registry import Args, Kwargs
 def _as_strided(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a view with another meaning than for one example; torch is called next."""
     if not in_backward_formula():
-        _check(*args, **kwargs)
+        _check_view(*args, **kwargs)
     return NotImplemented
 
 
 def _as_strided_in_place(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the tensor the view, unless the view has another meaning than for one example."""
-    _check(*args, **kwargs)
+    _check_view(*args, **kwargs)
     return reshape_in_place(func, types, args, kwargs)
 
 
@@ -47,11 +47,11 @@ def _scatter(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         x, *rest = args
         positional = rest if "src" in kwargs else rest[1:]
         named = {name: value for name, value in kwargs.items() if name != "src"}
-        _check(x, *positional, **named, writes=True)
+        _check_view(x, *positional, **named, writes=True)
     return NotImplemented
 
 
-def _check(
+def _check_view(
     input: Any,
     size: Sequence[Any],
     stride: Sequence[Any],
@@ -103,10 +103,10 @@ def _check_level(
     begin = 0 if offset is None else offset - start
     alone = strides_alone(x)
     view = [begin + distance for distance in _distances(size, stride)]
-    elements = _elements(view, shape, strides)
+    elements = _element_indices(view, shape, strides)
     if elements is not None:
         outside = max(view) > max(_distances(shape, alone))
-        if own_layout or outside or elements == _elements(view, shape, alone):
+        if own_layout or outside or elements == _element_indices(view, shape, alone):
             return
     raise RuntimeError(
         f"{x.dispatch_level.name}: as_strided(size={list(size)}, stride={list(stride)}, "
@@ -125,7 +125,7 @@ def _distances(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return distances
 
 
-def _elements(
+def _element_indices(
     view: Sequence[int], shape: Sequence[int], strides: Sequence[int]
 ) -> list[int] | None:
     """Return the indices of the elements at distances in memory; None if one is not there."""

@@ -296,7 +296,7 @@ class _Trace:
             if type(spec.sample) is not torch.Tensor:
                 for name in give_members(tracer, type(spec.sample)):
                     self._attribute_of(argument, f"__class__.{name}")
-        numbers = {spec.name: _number(level, spec, symbols) for spec in request.numbers}
+        numbers = {spec.name: _symbol_of_number(level, spec, symbols) for spec in request.numbers}
         sizes = _size_nodes(level, request.inputs, tracers, request.named_dims)
         for name, node in sizes.items():
             node.meta["number"] = symbols.sizes[name]
@@ -561,7 +561,7 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     return level.input(spec.name, like, sample.requires_grad)
 
 
-def _number(level: TraceLevel, spec: NumberSpec, symbols: Symbols) -> torch.fx.Node:
+def _symbol_of_number(level: TraceLevel, spec: NumberSpec, symbols: Symbols) -> torch.fx.Node:
     node = _mark_number(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.numbers[spec.name]
     return node

@@ -217,7 +217,8 @@ def descriptors_text(
         DescriptorError: an argument that contains one of the values can't be described.
     """
     leaves = [
-        _leaf(value, _at(described, argument_paths[i]), vary.get(i)) for i, value in enumerate(flat)
+        _leaf_descriptor(value, _descriptor_at(described, argument_paths[i]), vary.get(i))
+        for i, value in enumerate(flat)
     ]
     args, kwargs = optree.tree_unflatten(tree, leaves)
     arguments = signature.bind(*args, **kwargs).arguments
@@ -230,7 +231,7 @@ def descriptors_text(
     return f"{{{', '.join(texts)}}}"
 
 
-def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
+def _descriptor_at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
     descriptor = described.get(path[0])
     for i in range(1, len(path)):
@@ -240,7 +241,9 @@ def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor 
     return descriptor
 
 
-def _leaf(value: Any, descriptor: Descriptor | None, vary: Mapping[int, str] | None) -> Any:
+def _leaf_descriptor(
+    value: Any, descriptor: Descriptor | None, vary: Mapping[int, str] | None
+) -> Any:
     """Return the descriptor of an argument.
 
     Args:
@@ -249,7 +252,7 @@ def _leaf(value: Any, descriptor: Descriptor | None, vary: Mapping[int, str] | N
     """
     if isinstance(value, torch.Tensor):
         meta = descriptor.meta if isinstance(descriptor, TSTensor) else MetaTensorType()
-        shape = _dims(meta, value.dim())
+        shape = _open_dims(meta, value.dim())
         for k, name in (vary or {}).items():
             shape[k] = name
         return dataclasses.replace(meta, shape=tuple(shape)) if vary else descriptor or meta
@@ -260,7 +263,7 @@ def _leaf(value: Any, descriptor: Descriptor | None, vary: Mapping[int, str] | N
     return value
 
 
-def _dims(meta: MetaTensorType, rank: int) -> list[Any]:
+def _open_dims(meta: MetaTensorType, rank: int) -> list[Any]:
     """Return the described sizes of a tensor, None for each that is open."""
     shape = list(meta.shape or [...])
     if ... in shape:

@@ -188,7 +188,7 @@ def _outermost(module: Access) -> Access:
     return module if module.level else replace(module, name=module.name.partition(".")[0])
 
 
-def _kind(step: dis.Instruction) -> str:
+def _instruction_name(step: dis.Instruction) -> str:
     """Return the name of an instruction; "INPLACE" for an in-place operator."""
     if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
         return "INPLACE"
@@ -198,7 +198,8 @@ def _kind(step: dis.Instruction) -> str:
 def _follows(steps: Sequence[dis.Instruction], pattern: Sequence[str]) -> bool:
     """True if the instructions begin with a pattern."""
     return len(steps) >= len(pattern) and all(
-        _kind(step).startswith(wanted) for step, wanted in zip(steps, pattern, strict=False)
+        _instruction_name(step).startswith(wanted)
+        for step, wanted in zip(steps, pattern, strict=False)
     )
 
 

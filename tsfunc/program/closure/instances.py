@@ -313,9 +313,9 @@ def _watch(cls: type, watcher: WatchedAttributes) -> None:
         if watched is None:
             originals = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
             replacements = {
-                _GET: _reading(_plain(cls, _GET)),
-                _SET: _assigning(_plain(cls, _SET)),
-                _DELETE: _assigning(_plain(cls, _DELETE)),
+                _GET: _reading(_class_function(cls, _GET)),
+                _SET: _assigning(_class_function(cls, _SET)),
+                _DELETE: _assigning(_class_function(cls, _DELETE)),
             }
             watched = _watched[cls] = _WatchedClass(originals, replacements, set())
         watched.watchers.add(watcher)
@@ -342,7 +342,7 @@ def _unwatch(cls: type, watcher: WatchedAttributes) -> None:
         del _watched[cls]
 
 
-def _plain(cls: type, name: str) -> Any:
+def _class_function(cls: type, name: str) -> Any:
     """Return the class's own function, skipping our replacements in the class and its bases."""
     for base in cls.__mro__:
         original = _watched[base].originals.get(name, _ABSENT) if base in _watched else _ABSENT

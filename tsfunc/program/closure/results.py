@@ -137,7 +137,7 @@ def _slots(value: Any) -> Iterator[ResultSlot]:
     if isinstance(value, ResultSlot):
         yield value
     else:
-        for item in _elements(value):
+        for item in _elements_of(value):
             yield from _slots(item)
 
 
@@ -189,7 +189,7 @@ class UpdateValues:
         if cls is defaultdict and isinstance(value.default_factory, _FACTORIES):
             items = {key: self.stored_form(item) for key, item in value.items()}
             return defaultdict(value.default_factory, items)
-        if cls in (set, frozenset) and all(map(_is_plain, value)):
+        if cls in (set, frozenset) and all(map(_is_plain_value, value)):
             return copy.copy(value)
         again = value if isinstance(value, _SHARED) else self._known(value)
         if again is not None:
@@ -197,10 +197,10 @@ class UpdateValues:
         raise UnrepeatableValue(f"a {cls.__name__} that the function has made")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     """True for a number, string or the like, and for a tuple or frozenset of these."""
     inside = type(value) in (tuple, frozenset)
-    return all(map(_is_plain, value)) if inside else isinstance(value, PLAIN)
+    return all(map(_is_plain_value, value)) if inside else isinstance(value, PLAIN)
 
 
 def replaced_tensors(before: Any, after: Any) -> Iterator[torch.Tensor]:
@@ -241,10 +241,10 @@ def has_tensor(value: Any) -> bool:
     """True if a value is a tensor or a container with a tensor in it."""
     if isinstance(value, torch.Tensor):
         return True
-    return any(has_tensor(item) for item in _elements(value))
+    return any(has_tensor(item) for item in _elements_of(value))
 
 
-def _elements(value: Any) -> Iterator[Any]:
+def _elements_of(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple | deque | set | frozenset):
@@ -281,7 +281,7 @@ class ConstructedObject:
         self.kind, self.keys, self.names, self.children = kind, keys, names, children
 
 
-def _parts(constructed: ConstructedObject) -> tuple[Sequence[Any], Any]:
+def _container_parts(constructed: ConstructedObject) -> tuple[Sequence[Any], Any]:
     return constructed.children, (constructed.kind, constructed.keys, constructed.names)
 
 
@@ -319,7 +319,9 @@ def _base_of(kind: type) -> Any:
     return next((base for base in _BASES if issubclass(kind, base)), object)
 
 
-optree.register_pytree_node(ConstructedObject, _parts, _built, namespace=pytrees.NAMESPACE)
+optree.register_pytree_node(
+    ConstructedObject, _container_parts, _built, namespace=pytrees.NAMESPACE
+)
 
 
 def with_placeholders(label: str, out: Any, known: Known) -> Any:
@@ -496,7 +498,7 @@ def state_names(
         names_of_tensors = {
             id(x): _dotted(text) for text, x in read.items() if isinstance(x, torch.Tensor)
         }
-        return ModuleState(None, _named(lifted, names_of_tensors))
+        return ModuleState(None, _names_of_lifted(lifted, names_of_tensors))
     tensors = dict(_state(module))
     inputs = {first + i: tensors[id(x)] for i, x in enumerate(values) if id(x) in tensors}
     prefixes: dict[int, str] = {}
@@ -513,7 +515,9 @@ def state_names(
         for name, value in vars(submodule).items()
         if isinstance(value, torch.Tensor) and id(value) not in tensors
     }
-    return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, names))
+    return ModuleState(
+        module, _names_of_lifted(lifted, tensors), inputs, assigned, _names_of_lifted(lifted, names)
+    )
 
 
 def names_in_source(
@@ -549,7 +553,7 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
     return ((id(tensor), name) for name, tensor in named)
 
 
-def _named(
+def _names_of_lifted(
     lifted: Mapping[str, torch.Tensor], names_of_tensors: Mapping[int, str]
 ) -> dict[str, str]:
     return {

@@ -97,21 +97,21 @@ class SideEffect:
 def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     """Yield the changes of containers whose elements the function has changed."""
     return (
-        _filled(container)
+        _effect_of_filling(container)
         for container in builder.containers
         if changed(container, builder.numbers)
     )
 
 
-def _elements(container: ContainerSnapshot) -> Any:
+def _container_elements(container: ContainerSnapshot) -> Any:
     """Return the elements of a container; a namespace has those of its dict."""
     value = container.value
     return vars(value) if is_namespace(value) else value
 
 
-def _filled(container: ContainerSnapshot) -> SideEffect:
+def _effect_of_filling(container: ContainerSnapshot) -> SideEffect:
     """Return the side effect of new elements in a container."""
-    elements = _elements(container)
+    elements = _container_elements(container)
     # A copy, since `undo` restores the container itself.
     after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
     return SideEffect(
@@ -155,7 +155,7 @@ class ContainerChanges:
     def contents(self, parts: int | None = None) -> Contents:
         """Return the elements of the containers that the trace has read, or of the first parts."""
         for container in self._builder.containers[self._read :]:
-            elements = _elements(container)
+            elements = _container_elements(container)
             both = [elements, elements.values()] if isinstance(elements, dict) else [elements]
             self._parts += both
             self._owners += [container] * len(both)
@@ -176,10 +176,10 @@ class ContainerChanges:
                 ]
                 if lengths[0] != lengths[1] or not all(map(same, *pairs)):
                     found[id(owner)] = owner
-            yield from map(_filled, found.values())
+            yield from map(_effect_of_filling, found.values())
         for container in self._builder.containers[before.containers :]:
             if changed(container, self._builder.numbers):
-                yield _filled(container)
+                yield _effect_of_filling(container)
 
 
 def new_effects(before: Sequence[SideEffect], after: Sequence[SideEffect]) -> list[SideEffect]:

@@ -80,7 +80,7 @@ class WatchedObject:
         if home is not None:
             # A value that was assigned during the trace is not guarded.
             assigned = self._before.get((home, name), MISSING) is not value
-            return value if assigned else self._hold(name, value, *_steps(home, name))
+            return value if assigned else self._hold(name, value, *_steps_to(home, name))
         if isinstance(member, functools.cached_property):
             self._require_none_of_its_own(name)
             return member.func(self.value)  # the result is not cached: the object stays unchanged
@@ -103,7 +103,7 @@ class WatchedObject:
         self._guards.add(KeysAre(self.source.attribute("__dict__"), names))
         for home, name in self._before:
             if home != _SLOT:
-                self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
+                self._hold(name, self._before[home, name], *_steps_to(home, name), exactly=True)
 
     @property
     def _guards(self) -> ClosureGuards:
@@ -311,7 +311,7 @@ def _find(value: Any, name: str) -> tuple[str | None, Any]:
     return None, None
 
 
-def _steps(home: str, name: str) -> tuple[str, ...]:
+def _steps_to(home: str, name: str) -> tuple[str, ...]:
     """Return the steps to an attribute, which bypass torch's slow lookup of parameters."""
     return (f".{home}", f"[{name!r}]") if home in STATE else (f".{name}",)
 

@@ -145,7 +145,7 @@ def check_constraints(
     unmet = [
         part
         for constraint in constraints
-        for part in _parts(constraint)
+        for part in _conjuncts(constraint)
         if not holds(part.expr, dims)
     ]
     if not unmet:
@@ -161,7 +161,7 @@ def check_constraints(
     raise refusal
 
 
-def _parts(constraint: Constraint) -> Sequence[Constraint]:
+def _conjuncts(constraint: Constraint) -> Sequence[Constraint]:
     """Return the constraints whose conjunction a constraint is."""
     from sympy import And
 

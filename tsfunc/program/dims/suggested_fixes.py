@@ -113,7 +113,9 @@ def _candidates(constraint: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Itera
         return holds_at(constraint, {name: n})
 
     if isinstance(constraint, eq) or moduli(constraint):
-        yield from [Dim(name, multiple_of=step) for step in _steps(constraint) if size % step == 0]
+        yield from [
+            Dim(name, multiple_of=step) for step in _multiples_in(constraint) if size % step == 0
+        ]
     if (
         isinstance(constraint, eq)
         and not at(size + 1)
@@ -133,7 +135,7 @@ def _candidates(constraint: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Itera
     yield size
 
 
-def _steps(constraint: Any) -> list[int]:
+def _multiples_in(constraint: Any) -> list[int]:
     """Return the numbers that a size may have to be a multiple of, the smallest first."""
     from sympy.core.relational import Relational
 
@@ -178,7 +180,7 @@ def leaving_remainder(
     from sympy import Symbol
 
     extra = next(name for name in _extra_names() if name not in taken)
-    for step in _steps(constraint):
+    for step in _multiples_in(constraint):
         value = step * Symbol(extra) + size % step
         said = constraint.xreplace(dict.fromkeys(constraint.free_symbols, value))
         if size % step and holds(said, {extra: Dim(extra)}):

@@ -67,7 +67,9 @@ class StateWriter:
             if program.updates:
                 self._collect(program)
         for i, (_, value) in enumerate(self._values):
-            self._cells_of_tensors.update({id(x): (i, path) for path, x in _tensors(value)})
+            self._cells_of_tensors.update(
+                {id(x): (i, path) for path, x in _tensors_with_paths(value)}
+            )
 
     def __len__(self) -> int:
         return len(self._values)
@@ -84,7 +86,7 @@ class StateWriter:
                     f"a program that assigns to {update.text}, whose value it also looks at. Keep "
                     f"it in a buffer, which it can read and assign"
                 )
-            owner = objects[update.owner - _count(program)]
+            owner = objects[update.owner - _argument_count(program)]
             key = id(owner), update.target
             if key not in self._cells:
                 self._cells[key] = len(self._cells)
@@ -115,7 +117,7 @@ class StateWriter:
         Returns:
             An object with the key "state"; an empty object if the program uses no cell.
         """
-        count = _count(program)
+        count = _argument_count(program)
         read = [at - count for at in program.inputs if at >= count]
         objects = (closure_values(program) or ()) if read or program.updates else ()
         tensors = [*(objects[at] for at in read), *(program.tensor(node) for node in lifted)]
@@ -135,7 +137,7 @@ class StateWriter:
         return {"state": {"arguments": count, "reads": reads, "updates": updates}}
 
 
-def _count(program: ProgramData) -> int:
+def _argument_count(program: ProgramData) -> int:
     """Return the number of flattened arguments of a program."""
     return len(program.call_spec.leaves) if program.call_spec is not None else 0
 
@@ -148,16 +150,16 @@ def _slot(value: Any) -> Any:
     return {"result": value.index} if isinstance(value, ResultSlot) else None
 
 
-def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def _tensors_with_paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors in a value, each with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(item, (*path, key))
+            yield from _tensors_with_paths(item, (*path, key))
     elif type(value) in (list, tuple):
         for i, item in enumerate(value):
-            yield from _tensors(item, (*path, i))
+            yield from _tensors_with_paths(item, (*path, i))
 
 
 class CellState:

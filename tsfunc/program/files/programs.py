@@ -75,7 +75,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
         try:
             leaves.append(guard.to_json(encode))
         except NoFileForm as error:
-            leaf = _named(guard, error)
+            leaf = _unstorable_text(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
     guards = [trace_guard_to_json(guard) for guard in call_spec.trace_guards]
     return {
@@ -103,7 +103,7 @@ def storable(call_spec: CallSpec) -> CallSpec:
     return dataclasses.replace(call_spec, trace_guards=guards, numbers=())
 
 
-def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
+def _unstorable_text(guard: ArgumentGuard, error: NoFileForm) -> str:
     return f"an object of class {guard.cls.__name__}" if isinstance(guard, TypeIs) else str(error)
 
 

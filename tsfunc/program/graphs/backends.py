@@ -138,7 +138,9 @@ class Compiled:
             self._numbers = NumbersAsTensors(self._module, program.inputs, name != "inductor")
         self._ints: Mapping[str, int] = self._numbers.ints if indices else {}
         self._outputs = _keep_computed(self._module)
-        _check(program, name, self._module, [*self._input_tensors(values), *self._lifted])
+        _check_for_backend(
+            program, name, self._module, [*self._input_tensors(values), *self._lifted]
+        )
         self._assign = _assignments(program, len(values))
         self._count = program.out_tree.num_leaves
         for node in every_node(program.graph):
@@ -190,8 +192,8 @@ class Compiled:
     def _raise_as_python(self, values: Sequence[Any]) -> None:
         """Run the program as Python for its error, without its assignments and on copies."""
         program = self._program
-        lifted = {name: _copy(tensor) for name, tensor in program.lifted.items()}
-        copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in values]
+        lifted = {name: _copy_of_tensor(tensor) for name, tensor in program.lifted.items()}
+        copies = [_copy_of_tensor(x) if isinstance(x, torch.Tensor) else x for x in values]
         _, run = generate(program.name, program.graph, program.inputs, lifted)
         devices = devices_of([x for x in copies if isinstance(x, torch.Tensor)])
         with drawing_from(states_of(devices), devices), torch.no_grad():
@@ -301,7 +303,7 @@ class _ResultIndex:
         self.at = at
 
 
-def _check(
+def _check_for_backend(
     program: ProgramData, name: str, module: torch.fx.GraphModule, tensors: Sequence[torch.Tensor]
 ) -> None:
     for operator, reason in left_over(module):
@@ -318,7 +320,7 @@ def _check(
         )
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 

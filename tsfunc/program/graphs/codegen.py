@@ -110,7 +110,7 @@ _OPERATORS = {
 _SIZE: Final = torch.ops.aten.sym_size.int
 
 
-def _expression(node: torch.fx.Node, scope: Scope) -> str:
+def _right_hand_side(node: torch.fx.Node, scope: Scope) -> str:
     """Return the right-hand side of a node's line."""
     target: Any = node.target
     if target is operator.getitem:
@@ -196,7 +196,7 @@ def statements(
                 indent, quiet = "", False
             # A result without users is not held until the program ends.
             result = f"{node.name} = " if node.users else ""
-            yield Statement(f"{indent}{result}{_expression(node, scope)}", node)
+            yield Statement(f"{indent}{result}{_right_hand_side(node, scope)}", node)
             if dropped[node]:
                 yield Statement(f"{indent}del {', '.join(dropped[node])}")
 
@@ -261,12 +261,13 @@ def _keeps_state(graph: torch.fx.Graph) -> bool:
     Then an interrupt can come between any two statements: NOTE [interrupts] in ``interrupts``.
     """
     return not any(
-        node.op == "call_function" and (node.meta.get("no_grad") or not _is_plain(node.target))
+        node.op == "call_function"
+        and (node.meta.get("no_grad") or not _runs_no_python(node.target))
         for node in graph.nodes
     )
 
 
-def _is_plain(function: Any) -> bool:
+def _runs_no_python(function: Any) -> bool:
     """True for a function that does not run Python code."""
     return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 

@@ -39,13 +39,13 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
         symbolic: a program for any sizes of named dims.
         sizes: a number for each size and input number that is fixed, and a symbol for each other.
     """
-    if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
+    if symbolic.out_tree != fixed.out_tree or _tensor_places(symbolic) != _tensor_places(fixed):
         return False
     with torch_state.outside_all_transforms(), torch.no_grad():
         return _Matching(symbolic, fixed, sizes).is_whole()
 
 
-def _tensors(program: ProgramData) -> Sequence[Any]:
+def _tensor_places(program: ProgramData) -> Sequence[Any]:
     """Return the places of the inputs without those that are numbers."""
     numbers = () if program.call_spec is None else program.call_spec.numbers
     positions = {spec.position for spec in numbers}
@@ -77,9 +77,9 @@ class _Matching:
         return self._same_graph(self.symbolic.graph, self.fixed.graph)
 
     def _same_graph(self, symbolic: torch.fx.Graph, fixed: torch.fx.Graph) -> bool:
-        right = iter([node for node in _steps(fixed) if not self._is_constant(node)])
+        right = iter([node for node in _tensor_nodes(fixed) if not self._is_constant(node)])
         b = next(right, None)
-        for a in _steps(symbolic):
+        for a in _tensor_nodes(symbolic):
             if b is not None and self._same_step(a, b):
                 self.matched[a] = b
                 b = next(right, None)
@@ -237,7 +237,7 @@ def _attributes(op: ControlFlow) -> dict[str, Any]:
     return {k: v for k, v in vars(op).items() if k not in ("name", "__name__", "bodies")}
 
 
-def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
+def _tensor_nodes(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
     """Return the nodes with tensor values; numbers are compared at their uses."""
     return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
 

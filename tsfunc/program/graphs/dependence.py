@@ -260,7 +260,7 @@ class _OperatorCall:
         reached = self._spoiled(i, position, (0,) * x.dim()).nonzero()
         mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
         slices = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
-        return _within(slices.expand(x.shape))
+        return _pairs_within_slices(slices.expand(x.shape))
 
     def reduced(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
@@ -277,7 +277,7 @@ class _OperatorCall:
         return torch.stack([rows, torch.arange(x.numel())])
 
 
-def _within(slices: torch.Tensor) -> torch.Tensor:
+def _pairs_within_slices(slices: torch.Tensor) -> torch.Tensor:
     """Return all pairs of entries with the same slice number; all slices have the same size."""
     order = torch.argsort(slices.reshape(-1), stable=True)
     size = int((slices == slices.reshape(-1)[0]).sum())

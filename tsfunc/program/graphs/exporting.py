@@ -139,14 +139,14 @@ def _shapes(
         with_expressions: True if expressions are passed to torch.export; False if it infers them.
         least: the minimum size of each named dim.
     """
-    dims = {name: _named(dim, least[name]) for name, dim in call_spec.named_dims.items()}
+    dims = {name: _export_dim(dim, least[name]) for name, dim in call_spec.named_dims.items()}
     shapes: list[Any] = [None] * len(call_spec.leaves)
     for position in program.inputs:
         if position < len(shapes) and type(call_spec.leaves[position]) is int:
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in call_spec.inputs:
         shapes[spec.position] = {
-            i: _dim(dim, dims, with_expressions) for i, dim in enumerate(spec.dims)
+            i: _dim_for_export(dim, dims, with_expressions) for i, dim in enumerate(spec.dims)
         }
     args, kwargs = pytrees.unflatten(call_spec.tree, [_ExportShape(shape) for shape in shapes])
     return {
@@ -175,7 +175,7 @@ def _as_given(tree: Any) -> Any:
     return [_as_given(child) for child in pytrees.children_of(tree)]
 
 
-def _named(dim: Dim, least: int) -> Any:
+def _export_dim(dim: Dim, least: int) -> Any:
     """Return a named dim in torch.export's form: a multiple is a number times another dim."""
     step = dim.multiple_of or 1
     most = None if dim.max is None else dim.max // step
@@ -184,7 +184,7 @@ def _named(dim: Dim, least: int) -> Any:
     return base if step == 1 else step * base
 
 
-def _dim(dim: Any, dims: Mapping[str, Any], with_expressions: bool) -> Any:
+def _dim_for_export(dim: Any, dims: Mapping[str, Any], with_expressions: bool) -> Any:
     """Return a dim in torch.export's form, which has linear expressions of one name only."""
     if isinstance(dim, Dim):
         return dims[dim.name]
@@ -234,8 +234,12 @@ def _module(
     class Exported(torch.nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             flat, _ = pytrees.flatten((args, kwargs))
-            given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
-            given += [_at(self, p).clone() if p in copied else _at(self, p) for p in paths]
+            given = [
+                flat[i] if i < len(flat) else _tensor_at(self, replaced[i]) for i in program.inputs
+            ]
+            given += [
+                _tensor_at(self, p).clone() if p in copied else _tensor_at(self, p) for p in paths
+            ]
             outputs = graph.forward(*given)
             count = program.out_tree.num_leaves
             results, values = list(outputs[:count]), outputs[count:]
@@ -299,12 +303,14 @@ def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
         if path is None or not of_module:
             fixed = (of_module or name in program.constants) and node not in changed
             wanted = path or program.state.attributes.get(name, name)
-            path = _put(root, wanted, name, tensor, fixed)
+            path = _put_tensor(root, wanted, name, tensor, fixed)
         paths.append(path)
     return paths
 
 
-def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool) -> str:
+def _put_tensor(
+    root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool
+) -> str:
     """Put a tensor into a module at a path, or under its name if the path is taken."""
     *path, last = wanted.split(".")
     at = root
@@ -313,9 +319,9 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
             at.add_module(part, torch.nn.Module())
         at = getattr(at, part)
         if not isinstance(at, torch.nn.Module):
-            return _put(root, name, f"{name}_", tensor, fixed)
+            return _put_tensor(root, name, f"{name}_", tensor, fixed)
     if not last or hasattr(at, last):
-        return _put(root, name, f"{name}_", tensor, fixed)
+        return _put_tensor(root, name, f"{name}_", tensor, fixed)
     if fixed:
         setattr(at, last, tensor.detach())
     elif isinstance(tensor, torch.nn.Parameter):
@@ -325,7 +331,7 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
     return wanted
 
 
-def _at(root: torch.nn.Module, path: str) -> torch.Tensor:
+def _tensor_at(root: torch.nn.Module, path: str) -> torch.Tensor:
     value: Any = root
     for part in path.split("."):
         value = getattr(value, part)
@@ -354,7 +360,7 @@ def _assign(
     rest = iter(replaced)
     for i, update in enumerate(program.updates):
         for value in [next(rest) for _ in update.slots()]:
-            buffer = _at(root, program.state.assigned[i])
+            buffer = _tensor_at(root, program.state.assigned[i])
             if buffer.shape != value.shape or buffer.dtype != value.dtype:
                 raise ExportError(
                     f"{program.name}: {update.text} is assigned a tensor of type {value.dtype} and "

@@ -24,12 +24,12 @@ def node_times(program: ProgramData, flat: Sequence[Any], repeats: int = 5) -> d
     """
     best: dict[str, float] = {}
     for _ in range(repeats):
-        for name, seconds in _run(program, flat).items():
+        for name, seconds in _run_program(program, flat).items():
             best[name] = min(seconds, best.get(name, seconds))
     return best
 
 
-def _run(program: ProgramData, flat: Sequence[Any]) -> dict[str, float]:
+def _run_program(program: ProgramData, flat: Sequence[Any]) -> dict[str, float]:
     values: dict[torch.fx.Node, Any] = {}
     positions = iter(program.inputs)
     times: dict[str, float] = {}

@@ -212,7 +212,7 @@ class TensorMeta(ArgumentGuard):
         dims, sample = self.spec.dims, self.spec.sample
         lines = ["s = a.shape", f"if len(s) != {len(dims)}: return None"]
         for k, dim in enumerate(dims):
-            lines.extend(_dim(k, dim, code.bound, code.named_dims))
+            lines.extend(_dim_lines(k, dim, code.bound, code.named_dims))
         if sample.is_contiguous():
             return [*lines, f"if {strides_condition('a', sample)}: return None"]
         layout = code.name(layout_of(sample.shape, sample.stride()))
@@ -328,7 +328,7 @@ class SizesAre(Guard):
         for i, k, dim, unknown in solving_order(self.inputs, code.bound):
             size = f"args[{i}].shape[{k}]"
             if unknown is None:
-                yield f"if {size} != ({_spelled(dim.text)}): return None"
+                yield f"if {size} != ({_in_guard_variables(dim.text)}): return None"
             else:
                 yield from _solved(size, dim, unknown, code.named_dims[unknown])
 
@@ -403,14 +403,14 @@ def variables_of(named_dims: Mapping[str, Dim], numbers: Sequence[NumberSpec]) -
     return {**sizes, **{spec.name: f"args[{spec.position}]" for spec in numbers}}
 
 
-def _spelled(text: str) -> str:
+def _in_guard_variables(text: str) -> str:
     """Return an expression in the guard's variables."""
     return re.sub(r"[^\W\d]\w*", lambda match: variable_of_size(match[0]), text)
 
 
 def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
     """Return lines that solve an expression for a name, given the size of its dim."""
-    slope, rest = map(_spelled, solved_for(dim.text, name) or ())
+    slope, rest = map(_in_guard_variables, solved_for(dim.text, name) or ())
     return [
         f"d = {slope}",
         f"if not d or ({size} - ({rest})) % d: return None",
@@ -450,7 +450,7 @@ def _static(value: Any, code: GuardCode) -> str:
     return f"if a is not {name(value)}: return None"
 
 
-def _dim(k: int, dim: Any, bound: set[str], named_dims: Mapping[str, Dim]) -> list[str]:
+def _dim_lines(k: int, dim: Any, bound: set[str], named_dims: Mapping[str, Dim]) -> list[str]:
     if isinstance(dim, int):
         return [f"if s[{k}] != {dim}: return None"]
     if not isinstance(dim, Dim):

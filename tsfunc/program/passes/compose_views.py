@@ -51,7 +51,7 @@ def compose_views(graph: torch.fx.Graph, aliases: Aliases) -> None:
     seen: set[torch.fx.Node] = set()
     for node in graph.nodes:
         seen.add(node)
-        if _composable(node, aliases) and _name(node) in _IN_ORDER:
+        if _composable(node, aliases) and _operator_name(node) in _IN_ORDER:
             if _drop_kept_dims(node, node.args[0], aliases, results):
                 continue
             _reshape_instead_of_copy(node, node.args[0], aliases, seen)
@@ -64,14 +64,14 @@ def compose_views(graph: torch.fx.Graph, aliases: Aliases) -> None:
                 _compose(chain, source, aliases, results)
 
 
-def _name(node: Any) -> str:
+def _operator_name(node: Any) -> str:
     op = node.meta.get("op") if isinstance(node, torch.fx.Node) else None
     return op.name if isinstance(op, TorchOperator) else ""
 
 
 def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None) -> bool:
     """True if a node may be in a chain, before a node of the same kind if one is given."""
-    name = _name(node)
+    name = _operator_name(node)
     kind = _PERMUTATIONS if name in _PERMUTATIONS else _IN_ORDER if name in _IN_ORDER else ()
     if name not in kind or not node.args or aliases.is_written(node):
         return False
@@ -81,7 +81,7 @@ def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None)
     if after is None:
         return True
     quiet = node.meta.get("no_grad", False) == after.meta.get("no_grad", False)
-    return quiet and _name(after) in kind
+    return quiet and _operator_name(after) in kind
 
 
 def _compose(
@@ -96,14 +96,14 @@ def _compose(
     if not isinstance(before, torch.Tensor) or before.layout is not torch.strided:
         return
     target: Any
-    if _name(node) in _PERMUTATIONS:
+    if _operator_name(node) in _PERMUTATIONS:
         order = list(range(before.dim()))
         for view in reversed(chain):
             order = [order[i] for i in _permutation(view)]
         target, argument = torch.ops.aten.permute.default, order
         undone = order == list(range(before.dim()))
     else:
-        if escapes and any(_name(view) in _MAY_COPY for view in chain):
+        if escapes and any(_operator_name(view) in _MAY_COPY for view in chain):
             return
         if not _fixed(value) or not _fixed(before) or not _same_strides(before, value):
             return
@@ -127,7 +127,11 @@ def _drop_kept_dims(
     node: torch.fx.Node, source: Any, aliases: Aliases, results: set[torch.fx.Node]
 ) -> bool:
     """Replace a view of a reduction by a reduction that does not keep its dims; True if done."""
-    if _name(source) not in _KEEPING_DIMS or len(source.users) > 1 or "call" in source.meta:
+    if (
+        _operator_name(source) not in _KEEPING_DIMS
+        or len(source.users) > 1
+        or "call" in source.meta
+    ):
         return False
     arguments = source.meta["op"].signature.bind(source.args, source.kwargs)
     values = {argument.name: value for argument, value in arguments}
@@ -157,7 +161,7 @@ def _reshape_instead_of_copy(
     node: torch.fx.Node, source: Any, aliases: Aliases, seen: set[torch.fx.Node]
 ) -> None:
     """Let the first view of a contiguous copy make the copy, and the others be views of it."""
-    default = _COPIES.get(_name(source))
+    default = _COPIES.get(_operator_name(source))
     if default is None or "call" in source.meta or len(source.args) != 1:
         return
     if source.kwargs.get("memory_format", default) is not torch.contiguous_format:
@@ -167,7 +171,7 @@ def _reshape_instead_of_copy(
     for view in views:
         if (
             not _composable(view, aliases)
-            or _name(view) not in _IN_ORDER
+            or _operator_name(view) not in _IN_ORDER
             or view.meta.get("no_grad", False) != quiet
             or (view in seen and view is not node)
             or not _fixed(view.meta["val"])
@@ -202,7 +206,7 @@ def _permutation(node: torch.fx.Node) -> list[int]:
     """Return the dim of the argument that is at each position of the result."""
     rank = node.meta["val"].dim()
     arguments: Any = (*node.args[1:], *node.kwargs.values())
-    if _name(node) == "aten::permute":
+    if _operator_name(node) == "aten::permute":
         return [dim % rank for dim in arguments[0]]
     order = list(range(rank))
     if rank:

@@ -127,13 +127,13 @@ def mark_exchanges(graph: torch.fx.Graph) -> None:
     digest = hashlib.blake2b(digest_size=8)
     for node in every_node(graph):
         line = f"{node.op} {node.name} {_name_of(node.target)} {node.args} {node.kwargs}"
-        digest.update(f"{line} {_type_of(node.meta.get('val'))}\n".encode())
+        digest.update(f"{line} {_agreed_type(node.meta.get('val'))}\n".encode())
     for node in unmarked:
         *rest, axes = node.args
         node.args = (*rest, f"{axes};program:{digest.hexdigest()}")
 
 
-def _type_of(value: Any) -> str:
+def _agreed_type(value: Any) -> str:
     """Return the dtype and the sizes of a tensor, equal in every process."""
     if not isinstance(value, torch.Tensor):
         return ""

@@ -265,7 +265,7 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         if aliases.is_written(node) or node.meta.get("reads_data"):
             continue
         before = changes and [changes.get(aliases.memory(x)) for x in node.all_input_nodes]
-        key = _key(node, before if before and any(before) else ())
+        key = _key_of_call(node, before if before and any(before) else ())
         try:
             earlier = seen.setdefault(key, node)
         except TypeError:  # an argument is not hashable
@@ -278,7 +278,7 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
         aliases.replace(node, earlier)
 
 
-def _key(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
+def _key_of_call(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
     """Return a key that is equal for equal calls; it is not hashable if an argument is not.
 
     Args:

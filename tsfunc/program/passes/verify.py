@@ -142,11 +142,11 @@ class _Check:
         self, rerun: FakeRerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]
     ) -> Any:
         if isinstance(node.target, ControlFlow):
-            return dict(_items(node, rerun))
+            return dict(_indexed_results(node, rerun))
         if _reads_data(node):  # another run would find other data-dependent sizes
             said = node.meta.get("val")
             if said is None and "number" not in node.meta:
-                return dict(_items(node, rerun))
+                return dict(_indexed_results(node, rerun))
             return node.meta["number"] if said is None else rerun.like(said)
         args = torch.fx.map_arg(node.args, values.__getitem__)
         kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
@@ -174,7 +174,7 @@ def _reads_data(node: torch.fx.Node) -> bool:
     return tagged or bool(node.meta.get("reads_data"))
 
 
-def _items(node: torch.fx.Node, rerun: FakeRerun) -> Iterator[tuple[Any, Any]]:
+def _indexed_results(node: torch.fx.Node, rerun: FakeRerun) -> Iterator[tuple[Any, Any]]:
     """Yield the results of a call with several results, by index, from the metadata."""
     for user in node.users:
         if user.target is operator.getitem:

@@ -104,7 +104,7 @@ class PythonCallee:
         """Return the tensors and the sizes, and store their types; ``spell`` spells sizes."""
         tensors = [self.leaves[i] for i in self.positions]
         sizes = [self.leaves[i] for i in self.sizes]
-        self.types = [_type_of(x, spell) for x in tensors]
+        self.types = [_operand_type(x, spell) for x in tensors]
         self.numbers = [spell(size) for size in sizes]
         for i in (*self.positions, *self.sizes):
             self.leaves[i] = None
@@ -121,7 +121,7 @@ class PythonCallee:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
+def _operand_type(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
     dims = tuple(size if isinstance(size, int) else spell(size) for size in x.shape)
     steps: Sequence[Any] = x.stride() if x.layout is torch.strided else ()
     strides = [step if isinstance(step, int) else step.node.hint for step in steps]

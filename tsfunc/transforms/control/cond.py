@@ -234,7 +234,7 @@ def _is_static(choice: Any) -> bool:
 
 
 @run_by(Switch)
-def _run(op: Switch, index: Any, *operands: Any) -> Any:
+def _run_branch(op: Switch, index: Any, *operands: Any) -> Any:
     call = _SwitchInProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 

@@ -71,7 +71,7 @@ class CustomVjp(TracedCallee):
             chosen = [cotangents[j] for j in self.differentiable]
             return self.backward(*saved, *fixed, *residuals, *chosen)
 
-        rule = custom_vjp(_named(self.name, self.primal), tuple(range(self.count, total)))
+        rule = custom_vjp(_named_part(self.name, self.primal), tuple(range(self.count, total)))
         rule.defvjp(fwd, bwd)
         return rule
 
@@ -113,7 +113,7 @@ class CustomJvp(TracedCallee):
             zeros = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
             return zeros, tuple(tangents_out)
 
-        function = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
+        function = custom_jvp(_named_part(self.name, self.primal), tuple(range(self.count, total)))
         function.defjvp(rule)
         return function
 
@@ -283,7 +283,7 @@ def _closed(part: CalleeGraph) -> WithConsts:
     return lambda values, closed: part(*values, *closed)
 
 
-def _named(name: str, part: CalleeGraph) -> Callable[..., Any]:
+def _named_part(name: str, part: CalleeGraph) -> Callable[..., Any]:
     """Return a part as a function that has the user's name in error messages."""
 
     def function(*args: Any) -> Any:

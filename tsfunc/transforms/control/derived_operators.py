@@ -287,7 +287,7 @@ class MappedOperator(ExpandedOperator):
         return self._vmapped(*operands) if physical is None else _contiguous(physical)
 
     def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
-        return _mapped(self.op, self.batched, *operands)
+        return _call_batched(self.op, self.batched, *operands)
 
     @property
     def _merged(self) -> Callable[..., tuple[Any, ...]] | None:
@@ -335,7 +335,7 @@ class MappedOperator(ExpandedOperator):
         return ReducedOperator(MappedOperator(inner.op, batched), inner.operands, inner.results)
 
 
-def _mapped(
+def _call_batched(
     op: Callable[..., tuple[Any, ...]], batched: Sequence[bool], *operands: Any
 ) -> tuple[Any, ...]:
     """Call an operator, or an equivalent function, for a batch; numbers follow the operands."""

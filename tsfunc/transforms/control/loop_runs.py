@@ -413,7 +413,7 @@ class _LoopInProgram(Loop):
 
 
 @run_by(While)
-def _run(op: While, *operands: Any) -> Any:
+def _run_traced_loop(op: While, *operands: Any) -> Any:
     """Run a traced loop."""
     condition, body = op.bodies
     step: Any = body.function

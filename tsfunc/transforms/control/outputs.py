@@ -45,13 +45,13 @@ def leaf_type_text(leaf: Any) -> str:
 def _type(leaf: Any, *, device: bool = False) -> TSType:
     """Return a leaf's type; for a tensor the properties that control flow must keep."""
     if isinstance(leaf, torch.Tensor):
-        dims = [_dim(size) for size in leaf.shape]
+        dims = [_described_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
         return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
     return nominal_view(of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf))
 
 
-def _dim(size: Any) -> DimSpec:
+def _described_dim(size: Any) -> DimSpec:
     if isinstance(size, int):
         return size
     try:
@@ -116,7 +116,9 @@ def check_branches(label: str, names: tuple[str, str], results: tuple[Any, Any])
         TypeCheckError: the types differ; the message has both types and each path at which they
             differ.
     """
-    _check(label, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
+    _check_faults(
+        label, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE
+    )
 
 
 def check_carried(
@@ -127,7 +129,7 @@ def check_carried(
     Raises:
         TypeCheckError: the result has another type; the message is as for :func:`check_branches`.
     """
-    _check(label, names, carries, carry_faults, advice)
+    _check_faults(label, names, carries, carry_faults, advice)
 
 
 def check_pair(label: str, pair: Any) -> None:
@@ -147,7 +149,7 @@ def check_pair(label: str, pair: Any) -> None:
 _Faults = Callable[[TSType, TSType, str], list[str]]
 
 
-def _check(
+def _check_faults(
     label: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
 ) -> None:
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])

@@ -279,15 +279,15 @@ def _decode_map(field: Field, callee: TracedCallee, reader: GraphReader) -> Encl
     if isinstance(axis, list | dict | slice):
         axis_name.expected("the name of an axis")
     return EnclosingVmap(
-        _dims(ins, callee.tensors),
-        _dims(outs, callee.results),
+        _read_dims(ins, callee.tensors),
+        _read_dims(outs, callee.results),
         randomness.one_of(_RANDOMNESS, f"one of {[*_RANDOMNESS]}"),
         axis,
         None if size.value is None else size.integer(0),
     )
 
 
-def _dims(field: Field, count: int) -> tuple[int | None, ...]:
+def _read_dims(field: Field, count: int) -> tuple[int | None, ...]:
     items = field.items(count)
     return tuple(None if item.value is None else item.integer(0, _MOST) for item in items)
 
