@@ -186,7 +186,7 @@ class FileFormatError(TsfuncError, ValueError):
 class ReadOnceWarning(UserWarning):
     """A traced function reads a clock, a file or system randomness.
 
-    Its program keeps the value.
+    A program of the function keeps the value.
     """
 
 

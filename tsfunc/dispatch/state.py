@@ -466,7 +466,7 @@ class Level:
 class replacing_captured_levels:
     """Context manager: change the levels in the captured states of other levels.
 
-    It is used while some levels replace others (``bridge/control/subsets``): operators that the
+    Levels change while some of them replace others (``bridge/control/subsets``): operators that the
     kernels of inner levels call must reach the replacing levels even when no argument belongs to
     them.
 

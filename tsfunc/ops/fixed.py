@@ -92,7 +92,7 @@ def logical_matmul(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[
 def _product(x: Tensor, y: Tensor) -> Tensor:
     """Return ``bmm``. The product of columns and rows is a broadcast, in a third of the time.
 
-    Such a product is the gradient of a layer's weights for one example.
+    A product of columns and rows is the gradient of a layer's weights for one example.
     """
     columns, rows = x.shape[2], y.shape[1]
     if type(columns) is int and columns == 1 and rows == 1 and x.dtype is not torch.bool:

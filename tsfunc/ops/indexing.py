@@ -121,7 +121,7 @@ def _as_halves(x: Tensor) -> Tensor:
 
 
 def _paired(x: Tensor, like: Tensor) -> Tensor:
-    """Undo ``_pairs``."""
+    """View pairs of halves as complex32 numbers again."""
     return torch.view_as_complex(x) if like.dtype is torch.complex32 else x
 
 

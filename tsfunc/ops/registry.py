@@ -41,7 +41,7 @@ of torch that a rule makes depend on the arguments' metadata and on those that a
 rule that reads data reads it by torch's operators (NOTE [recipes] in ``bridge/tracers/recipes``).
 A rule returns ``NotImplemented`` for a call that it does not cover; the per-example loop runs it.
 
-Such a rule is complete. Four declarations beside it add what a rule alone can't have:
+A rule of this form is complete. Four declarations beside it add what a rule alone can't have:
 
 ``@checked`` (``refusal``)
     required if the kernel accepts calls that the operator refuses for one example.

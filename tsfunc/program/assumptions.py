@@ -107,7 +107,7 @@ _OF_SYMBOLS = {"varying", "dims", "closure_numbers", "described_numbers", "fixed
 class Retrace(BaseException):
     """Internal: an assumption of a trace does not hold; trace the function again under others.
 
-    It is not an ``Exception``, so that the traced function does not handle it.
+    The class is not an ``Exception``, so that the traced function does not handle it.
     """
 
     def __init__(self, assumptions: Assumptions) -> None:

@@ -1,7 +1,7 @@
 """Programs as users see them: the data of a program, and the methods by which they go on from it.
 
-It stands above the files, the pages and the exports that it makes, which take a program's data
-(``graphs/data.py``).
+This module stands above the files, the pages and the exports that it makes, which take a program's
+data (``graphs/data.py``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tsfunc.user_code import folded_class
 class Program(ProgramData):
     """A traced function.
 
-    It is valid for calls that look like the one it was traced for, with any sizes of named dims.
-    Its operators are those that the user called, before autograd is applied, so the program can be
-    differentiated, vmapped and traced as the function itself.
+    A program is valid for calls that look like the one it was traced for, with any sizes of named
+    dims. Its operators are those that the user called, before autograd is applied, so the program
+    can be differentiated, vmapped and traced as the function itself.
 
     Attributes:
         graph: its operators, as a torch.fx graph; it has an input for each tensor among the
@@ -100,8 +100,8 @@ class Program(ProgramData):
     def graph_module(self) -> torch.fx.GraphModule:
         """The program as a ``torch.fx.GraphModule``.
 
-        It takes the graph's inputs, which are the tensors among the flattened arguments, in order,
-        and returns a tuple of the flattened results. The tensors that the program reads from
+        The module takes the graph's inputs, which are the tensors among the flattened arguments, in
+        order, and returns a tuple of the flattened results. The tensors that the program reads from
         outside are its parameters and buffers. Control flow uses torch's operators
         ``torch.ops.higher_order.cond``, ``while_loop``, ``scan``, ``map_impl`` and
         ``associative_scan``, with bodies as submodules, if torch has such an operator.

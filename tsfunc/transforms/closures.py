@@ -89,7 +89,7 @@ def converted(
 def _as_used(tensor: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
     """Return a closed-over tensor, without its graph if only ``no_grad`` blocks use it.
 
-    Such a tensor would make results require gradients that they do not have.
+    A tensor with its graph would make results require gradients that they do not have.
     """
     if all(user.meta.get("no_grad", False) for user in node.users):
         return detached(tensor)

@@ -25,7 +25,7 @@ _Tree = TypeVar("_Tree")
 def stop_gradient(tree: _Tree) -> _Tree:
     """Return a tree with the same values as constants, for every derivative in both modes.
 
-    It raises no errors of its own, and is the identity where nothing is differentiated.
+    The function raises no errors of its own, and is the identity where nothing is differentiated.
 
     Args:
         tree: a pytree of tensors of any shapes and dtypes, and of other values.

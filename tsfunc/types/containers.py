@@ -160,7 +160,7 @@ class TSTuple(_FixedTuple):
 class TSNamedTuple(_FixedTuple):
     """``namedtuple(a: X, b: Y)``: like ``TSTuple``, with a name for each element.
 
-    It is structural: the class of a named tuple does not matter.
+    The type is structural: the class of a named tuple does not matter.
     """
 
     names: tuple[str, ...]

@@ -1,6 +1,6 @@
 """``Descriptors``: the descriptors of a function's parameters, as one value.
 
-They can be inferred from examples, widened by further examples, joined, compared, split into
+Descriptors can be inferred from examples, widened by further examples, joined, compared, split into
 narrower ones, printed, and parsed.
 """
 

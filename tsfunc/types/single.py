@@ -264,8 +264,8 @@ class TSModuleInterface(TSType):
 class TSModuleType(TSAllType):
     """The type of one ``nn.Module`` instance; instances of one class can have different types.
 
-    It is not a ``TSType``: it can't be written as an annotation, and does not compose. If a type is
-    needed, the type of a module is its class, a ``TSCustomClass``.
+    The class is not a ``TSType``: its instances can't be written as an annotation, and does not
+    compose. If a type is needed, the type of a module is its class, a ``TSCustomClass``.
     """
 
     cls: type

@@ -130,7 +130,7 @@ def _flat_view(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
 def _indexed(by_tensors: Rule) -> Rule:
     """Return the function rule of ``x[index]``.
 
-    It serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
+    The rule serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
 
     Args:
         by_tensors: the rule of ``aten::index.Tensor``.

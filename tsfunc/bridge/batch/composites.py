@@ -1,9 +1,9 @@
 """Replacements for torch functions that read tensor values while they run.
 
-Their composite kernels, or their Python code, call ``.item()`` or ``bool()`` on tensors to check
-arguments or to slice. For tracers, the function handler calls the replacements below, which use
-operators without such reads, so that every level sees these operators. Checks are made for all
-examples at once.
+The composite kernels of such functions, or their Python code, call ``.item()`` or ``bool()`` on
+tensors to check arguments or to slice. For tracers, the function handler calls the replacements
+below, which use operators without such reads, so that every level sees these operators. Checks are
+made for all examples at once.
 
 ``DECOMPOSITIONS`` holds the replacements of operators that C++ code calls too.
 """

@@ -38,7 +38,7 @@ SWITCH = "TSFUNC_COMPILED"
 def library_path() -> Path:
     """Return the path of the library for these sources, torch and Python.
 
-    It lies beside this file, or in the directory that ``TSFUNC_BUILD_DIR`` names.
+    The library lies beside this file, or in the directory that ``TSFUNC_BUILD_DIR`` names.
     """
     files = [*sorted(SOURCE.parent.glob("*.h")), SOURCE]
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

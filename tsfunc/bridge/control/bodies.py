@@ -54,7 +54,7 @@ from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
 class HiddenVmap(Level, LevelProxy):
     """Replaces the level of a vmap that the traced body does not see: NOTE [hidden vmaps].
 
-    It keeps the depths of inner levels, and has no tracers.
+    The proxy keeps the depths of inner levels, and has no tracers.
     """
 
     __slots__ = ("parent",)
@@ -289,7 +289,7 @@ class BodyLevel(TraceLevel, LevelProxy):
     def _around_the_call(self) -> Iterator[None]:
         """Context manager: the active levels are those where the body is called.
 
-        They are neither bodies nor subsets.
+        These levels are neither bodies nor subsets.
         """
         outside = {level.depth: level for level in self.around}
 
@@ -379,7 +379,7 @@ def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int
 def rewrap_as(value: Any, stack: TracerStack) -> Any:
     """Return a tensor with these tracers and batch dims (NOTE [layouts] in ``linear_maps``).
 
-    It must not be batched at a level that is not among them.
+    The tensor must not be batched at a level that is not among them.
     """
     frames = []
     inner = value

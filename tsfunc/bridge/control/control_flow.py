@@ -98,7 +98,7 @@ class ReducedOperator:
 class ControlFlow:
     """An operator of a program: one kind of control flow, with the bodies of one call.
 
-    Its operands are flat: first the operands of the call, then the outer tensors and numbers that
+    The operands are flat: first the operands of the call, then the outer tensors and numbers that
     its bodies use. It returns a tuple of tensors.
 
     Attributes:
@@ -159,15 +159,15 @@ class ControlFlow:
     def pullback(self, count: int, wrt: Sequence[int], results: Sequence[int]) -> ControlFlow:
         """Return the operator from cotangents of ``results`` to those of operands ``wrt``.
 
-        Its operands are the ``count`` tensor operands of this operator, the cotangents, and the
-        numbers of this operator.
+        The returned operator takes the ``count`` tensor operands of this one, the cotangents, and
+        the numbers of this operator.
         """
         raise NotImplementedError
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         """Return the operator that draws the random numbers of an earlier call.
 
-        Its operands are the ``count`` tensor operands of this operator, the results of
+        The returned operator takes the ``count`` tensor operands of this one, the results of
         :class:`RandomStates` before that call, and the numbers of this operator.
         """
         raise NotImplementedError
@@ -184,7 +184,7 @@ class ControlFlow:
     def pushforward(self, count: int, wrt: Sequence[int]) -> ControlFlow:
         """Return the operator from tangents of the operands ``wrt`` to those of the results.
 
-        Its operands are the ``count`` tensor operands of this operator, the tangents, and the
+        The returned operator takes the ``count`` tensor operands of this one, the tangents, and the
         numbers of this operator.
         """
         raise NotImplementedError

@@ -192,8 +192,8 @@ class SubsetLevel(BatchLevel, LevelProxy):
     def replaces(self, value: Tracer) -> bool:
         """True if the subset remaps a tracer.
 
-        It does if the tracer, or one that it wraps, belongs to an ancestor. A tracer that is
-        unbatched there is remapped too if an inner level differentiates by it: its gradient
+        A subset remaps a tracer if that, or one that it wraps, belongs to an ancestor. A tracer
+        that is unbatched there is remapped too if an inner level differentiates by it: its gradient
         differs from example to example.
         """
         inner: Any = value

@@ -65,10 +65,10 @@ _FOR_TANGENTS = "__tsfunc_for_tangents__"
 def _for_tangents(cls: Any) -> Any:
     """Return the class for calls whose arguments may have tangents.
 
-    Its ``jvp`` sees saved tensors without their tangents. torch disables forward mode in it, but
-    its tangents may have tangents of outer levels. Its ``forward`` returns copies of expanded
-    tensors, since torch gives a tangent the strides of its primal. A copy can have its batch dim in
-    another place, so classes whose callers know the places have ``lays_out_results``.
+    The ``jvp`` of the class sees saved tensors without their tangents. torch disables forward mode
+    in it, but its tangents may have tangents of outer levels. Its ``forward`` returns copies of
+    expanded tensors, since torch gives a tangent the strides of its primal. A copy can have its
+    batch dim in another place, so classes whose callers know the places have ``lays_out_results``.
     """
     subclass = cls.__dict__.get(_FOR_TANGENTS)
     if subclass is None:
@@ -220,7 +220,8 @@ def _returning_tracers(cls: Any) -> Any:
 def trace_of(args: Sequence[Any]) -> TraceLevel | None:
     """Return the trace that records a call with these arguments as one node; None if there is none.
 
-    It is the trace of the first traced argument, at any depth, unless that records operators alone.
+    The trace is that of the first traced argument, at any depth, unless that records operators
+    alone.
     """
     for arg in args:
         inner = innermost_value(arg, BatchTracer | GradTracer)

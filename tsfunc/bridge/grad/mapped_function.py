@@ -1,8 +1,8 @@
 """An ``autograd.Function`` of values, made from a Function that is called on tracers.
 
-Its ``forward``, ``backward`` and ``jvp`` run the methods of the class on tracers of a new level.
-The values' own graph gets a node with the derivative that the class defines, instead of the
-operations that ``forward`` would record.
+The methods ``forward``, ``backward`` and ``jvp`` of the result run the methods of the class on
+tracers of a new level. The values' own graph gets a node with the derivative that the class
+defines, instead of the operations that ``forward`` would record.
 
 NOTE [tangents of outer levels]
 C++ runs a ``jvp`` method with forward mode switched off, because the tensors' own tangents would be
@@ -401,8 +401,8 @@ def _batch_size(level: TracerLevel) -> Any:
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``jvp`` method that sees no tangents except its arguments.
 
-    It runs outside of the levels that none of the tangents belong to. Otherwise transforms that the
-    method calls could return tracers of an unrelated vmap around the call.
+    The method runs outside of the levels that none of the tangents belong to. Otherwise transforms
+    that the method calls could return tracers of an unrelated vmap around the call.
     """
 
     def run(ctx: Any, *tangents: Any) -> Any:

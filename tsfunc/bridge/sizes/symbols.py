@@ -483,7 +483,7 @@ class Symbols:
     def end(self) -> None:
         """Stop the recording, and drop the nodes.
 
-        Their fake tensors hold the environment in C++, and the environment holds the nodes.
+        The fake tensors of nodes hold the environment in C++, and the environment holds the nodes.
         Python's collector does not see such a cycle, so neither would be freed.
         """
         self.graph, self._inputs = None, {}

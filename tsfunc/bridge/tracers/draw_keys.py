@@ -190,7 +190,8 @@ def _count_at_level(level: _Vmap, count: Any) -> Any:
 def preserve_draw_counts(first: int = 0) -> Iterator[None]:
     """Context manager: restore the numbers of draws after the block.
 
-    Those of vmaps outside of the depth ``first`` go on, since all of their examples are in it.
+    The numbers of vmaps outside of the depth ``first`` go on, since all of their examples are in
+    it.
     """
     before = DrawCountSnapshot(_counting_levels(tls.state.levels, first))
     try:

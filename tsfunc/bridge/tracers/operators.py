@@ -261,8 +261,8 @@ def runs_in_cpp(function: Any) -> bool:
 def functional_overload(op: TorchOperator) -> tuple[Any, Sequence[str]] | None:
     """Return the overload that returns what one writes to ``out=`` or in place, or None.
 
-    It takes the same arguments. The second item has the attributes of ``out=`` that the overload
-    takes as factory arguments instead.
+    The overload takes the same arguments. The second item has the attributes of ``out=`` that the
+    overload takes as factory arguments instead.
     """
     wanted = [(a.name, a.type, a.writes) for a in op.signature.inputs]
     namespace, _, name = op.name.partition(".")[0].partition("::")

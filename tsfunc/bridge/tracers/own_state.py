@@ -27,7 +27,7 @@ _CACHE = "_cache"
 def own_parametrizations() -> Iterator[None]:
     """Context manager: ``torch.nn.utils.parametrize.cached()`` around the block does not reach in.
 
-    Its cache has the weights of the tensors that modules have outside of the block.
+    The cache has the weights of the tensors that modules have outside of the block.
     """
     before = getattr(parametrize, _CACHE)
     with undoing(functools.partial(setattr, parametrize, _CACHE, before)):

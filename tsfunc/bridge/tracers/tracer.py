@@ -334,7 +334,7 @@ class Tracer(torch.Tensor):
     def base_here(self) -> Tracer | None:
         """Return a tracer of the tensor which the tracer is a view of; None if it is not a view.
 
-        It is for levels at which a base may have no object.
+        The function is for levels at which a base may have no object.
         """
         return None
 

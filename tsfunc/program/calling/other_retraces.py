@@ -1,7 +1,7 @@
 """Warnings about values that vary, and are neither sizes nor numbers among the arguments.
 
-They are the second half of NOTE [retraces] in ``variation``: such a value can't become an input of
-a program, so a warning says how to pass it, once it has had a new program twice.
+The warnings are the second half of NOTE [retraces] in ``variation``: such a value can't become an
+input of a program, so a warning says how to pass it, once it has had a new program twice.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They guarantee nothing else besides what the function's descriptors guarantee already.
+    The descriptors guarantee nothing else besides what the function's descriptors guarantee
+    already.
 
     Args:
         vary: the positions of the values that vary; for a tensor the dims, each with a name.

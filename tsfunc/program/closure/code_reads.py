@@ -397,7 +397,7 @@ _OF_DATES = frozenset({"now", "utcnow", "today"})
 def is_nondeterministic(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
     """True if a function may give another result at another call.
 
-    Such a function reads a clock, a file, random bytes or a state of the process.
+    A function of this kind reads a clock, a file, random bytes or a state of the process.
 
     Args:
         owner: the object that has the function as an attribute, if any.

@@ -98,7 +98,7 @@ def _exact(key: Any) -> Any:
 def differs(at: str, value: Any, code: GuardCode) -> str:
     """Return the condition that an expression has another value than a constant, or another type.
 
-    It is the negation of `same_value`, without the call for the commonest types.
+    The condition is the negation of ``same_value``, without the call for the commonest types.
     """
     if value is None or type(value) is bool:
         return f"{at} is not {value}"

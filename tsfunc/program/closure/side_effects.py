@@ -336,7 +336,8 @@ def bases_of(owner: Any) -> tuple[Any, ...]:
 def is_followed(owner: Any, name: str) -> bool:
     """True if an attribute of a module, class or function is guarded itself.
 
-    It is not if its owner is library code, or if it is code of an installed package.
+    An attribute is not guarded if its owner is library code, or if it is code of an installed
+    package.
     """
     has_members = isinstance(owner, types.ModuleType | types.FunctionType | type)
     if not has_members or is_library(owner):

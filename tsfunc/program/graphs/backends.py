@@ -358,7 +358,7 @@ def _keep_computed(module: torch.fx.GraphModule) -> list[Any]:
 def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], Any] | None:
     """Return a function that makes a program's assignments; None if there are none.
 
-    Its argument is the list of the program's ``count`` values, followed by the assigned tensors.
+    The function takes the list of the program's ``count`` values, followed by the assigned tensors.
     """
     if not program.updates:
         return None

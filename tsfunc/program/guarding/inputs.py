@@ -220,7 +220,7 @@ def refuse_arrays(
 ) -> None:
     """Refuse arrays of numbers whose parameters have no descriptor.
 
-    Their elements would be constants, so that each array would have a program of its own.
+    The elements of an array would be constants, so that each array would have a program of its own.
 
     Args:
         name_of: returns the user's spelling of a flattened argument.

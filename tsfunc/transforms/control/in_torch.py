@@ -154,7 +154,7 @@ def _as_tensor(leaf: Any) -> Any:
 def _takes(func: Any, count: int) -> bool | None:
     """True if a function takes so many arguments, by its code; None if it has none.
 
-    It answers as ``call_forms.takes``, whose ``inspect`` Dynamo does not support.
+    The answer is that of ``call_forms.takes``, whose ``inspect`` Dynamo does not support.
     """
     if isinstance(func, functools.partial):
         return _takes(func.func, count + len(func.args))
