@@ -67,7 +67,7 @@ def lazy_exports(
 
     Example: see ``tsfunc/types/__init__.py``.
     """
-    homes = {name: module for module, made in names.items() for name in made.split()}
+    homes = {name: module for module, exported in names.items() for name in exported.split()}
     shown_modules = {module.rpartition(".")[2]: module for module in modules}
 
     def get(name: str) -> Any:

@@ -228,8 +228,8 @@ def _one_category(label: str) -> None:
         label.lower()
     )
     if category_named is None:
-        known = ", ".join(category.value for category in ops.Category)
-        _fail(f"There is no category {label!r}. There are: {known}.")
+        categories = ", ".join(category.value for category in ops.Category)
+        _fail(f"There is no category {label!r}. There are: {categories}.")
     entries = [ops.lookup(name) for name in ops.operators(category_named)]
     _table(["operator", "why"], [[entry.name, entry.source] for entry in entries])
 

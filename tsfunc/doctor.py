@@ -79,9 +79,9 @@ def _version(package: str) -> str:
 
 
 def _tested() -> str:
-    known = ", ".join(releases.TESTED_TORCH)
+    tested = ", ".join(releases.TESTED_TORCH)
     release = torch.__version__.partition("+")[0]
-    return "tested" if release in releases.TESTED_TORCH else f"not tested; tested are {known}"
+    return "tested" if release in releases.TESTED_TORCH else f"not tested; tested are {tested}"
 
 
 def _handlers() -> str:

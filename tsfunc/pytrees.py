@@ -332,10 +332,12 @@ class _Rebuild:
         self.kind = kind
 
     def __call__(self, shape: _Shape, children: Sequence[Any]) -> Any:
-        made: Any = object.__new__(self.kind)
+        instance: Any = object.__new__(self.kind)
         for name, value in self._all(shape, children):
-            object.__setattr__(made, name, value)  # bypasses the __setattr__ of a frozen dataclass
-        return made
+            object.__setattr__(
+                instance, name, value
+            )  # bypasses the __setattr__ of a frozen dataclass
+        return instance
 
     def _all(self, shape: _Shape, children: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         yield from zip(shape.names, children, strict=True)

@@ -428,19 +428,19 @@ def _is_defect(error: BaseException) -> bool:
 
 
 def _folded(trace: TracebackType | None) -> TracebackType | None:
-    kept: list[Step] = []
+    shown_steps: list[Step] = []
     for (frame, last, line), keep in _kept(_steps_of(trace)):
         if keep:
-            kept.append((frame, last, line))
+            shown_steps.append((frame, last, line))
         elif frame.f_code.co_filename.startswith(GENERATED):
             locations = frame.f_globals.get(LOCATIONS, {})
             location = locations.get(line)
             # The lines of a program that was loaded from a file are in the note.
             shown = isinstance(location, Location) and bool(location.file)
             if shown and not location.file.startswith(_HIDDEN):
-                kept.append(_frame_at(location))
+                shown_steps.append(_frame_at(location))
     folded: TracebackType | None = None
-    for frame, last, line in reversed(kept):
+    for frame, last, line in reversed(shown_steps):
         folded = TracebackType(folded, frame, last, line)
     return folded
 
@@ -505,8 +505,8 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
                 where = _where(frame) or where
         elif after_library:
             where, is_users, after_library = _where(frame), True, False
-    if not where and (given := hooks.describe_arguments.provided(arguments().items())):
-        where = f", called with {given}"
+    if not where and (arguments_text := hooks.describe_arguments.provided(arguments().items())):
+        where = f", called with {arguments_text}"
     at = f"the operator was traced at {recorded}\n" if recorded else ""
     call = vars(error).get(_REFUSED_CALL)
     refused = f"for each example, {call}\n" if call else ""
@@ -520,11 +520,13 @@ def _where(frame: FrameType) -> str:
     """Return the part of a note about the arguments of a function; empty without tensors."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = hooks.describe_arguments.provided((name, frame.f_locals.get(name)) for name in names)
+    arguments_text = hooks.describe_arguments.provided(
+        (name, frame.f_locals.get(name)) for name in names
+    )
     name, module = code.co_name, frame.f_locals.get("self")
     if isinstance(module, torch.nn.Module) and frame.f_code.co_filename.startswith(MODULES):
         name = f"{type(module).__name__}.{name}"
-    return f", where {name} had {given}" if given else ""
+    return f", where {name} had {arguments_text}" if arguments_text else ""
 
 
 def label(name: str, func: Any) -> str:

@@ -139,17 +139,17 @@ def _mask_positions(
         if _is_mask(index) and bdim is not None
     ]
     positions = iter(nonzeros(op, level, masks))
-    kept: list[Any] = []
+    positions_and_indices: list[Any] = []
     kept_bdims: list[Any] = []
     for index, bdim in zip(indices, bdims, strict=True):
         if _is_mask(index) and bdim is not None:
             integers = next(positions).unbind(2)
-            kept += integers
+            positions_and_indices += integers
             kept_bdims += [0] * len(integers)
         else:
-            kept.append(index)
+            positions_and_indices.append(index)
             kept_bdims.append(bdim)
-    return kept, kept_bdims
+    return positions_and_indices, kept_bdims
 
 
 def _batched_mask(indices: Sequence[Any], bdims: Sequence[Any]) -> bool:

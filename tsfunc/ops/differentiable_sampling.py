@@ -91,8 +91,8 @@ def _of_all_dims(values: Sequence[Tensor], combine: Callable[..., Tensor]) -> Te
 def _taps(point: Tensor, size: Any, mode: int, padding: int, align_corners: bool) -> _Taps:
     """Return the taps of points, which are coordinates from -1 to 1."""
     scale = (size - 1) / 2 if align_corners else size / 2
-    given = ((point + 1) * size - 1) / 2 if not align_corners else (point + 1) * scale
-    position, inner = given.detach(), torch.ones_like(point)
+    unclipped = ((point + 1) * size - 1) / 2 if not align_corners else (point + 1) * scale
+    position, inner = unclipped.detach(), torch.ones_like(point)
     if mode != _BICUBIC:  # the taps of a cubic are moved one by one
         position, inner = _padded(position, size, padding, align_corners)
     near = position.isfinite() & (position.abs() <= _FARTHEST)

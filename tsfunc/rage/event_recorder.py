@@ -102,13 +102,13 @@ class EventRecorder:
 
     def record(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Record an event; facts other than numbers are kept as text."""
-        kept = {name: _plain(value) for name, value in facts.items()}
+        plain_facts = {name: _plain(value) for name, value in facts.items()}
         with self._lock:
             last = self.events[-1] if self.events else None
-            if last is not None and (last.kind, last.facts) == (kind, kept):
+            if last is not None and (last.kind, last.facts) == (kind, plain_facts):
                 last.times += 1
                 return
-            event = Event(time.time(), kind, kept)
+            event = Event(time.time(), kind, plain_facts)
             self.events.append(event)
             if not self._gone_wrong:
                 try:

@@ -46,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def tsfunc_seed(request: pytest.FixtureRequest) -> int:
     """Return a fresh seed, or that of ``--tsfunc-seed``, and seed torch and Python with it."""
-    given: int | None = request.config.getoption("--tsfunc-seed")
-    seed = secrets.randbelow(2**31) if given is None else given
+    option: int | None = request.config.getoption("--tsfunc-seed")
+    seed = secrets.randbelow(2**31) if option is None else option
     request.node.stash[_SEED] = seed
     random.seed(seed)
     torch.manual_seed(seed)

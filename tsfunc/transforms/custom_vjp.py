@@ -167,7 +167,7 @@ class _Vjp(RuleFunction):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, sizes, saved = ctx.call, ctx.sizes, ctx.saved_tensors
-        operands, kept = saved[: ctx.count], saved[ctx.count :]
+        operands, residual_tensors = saved[: ctx.count], saved[ctx.count :]
         if all(ct is None for ct in cotangents):
             return (None,) * (2 + len(operands))
         with call.substituting_consts(operands):
@@ -176,7 +176,9 @@ class _Vjp(RuleFunction):
                 # Under create_graph, the residuals must be functions of the arguments.
                 _, residuals = call.rule.forward(call, fixed, rest)
             else:
-                residuals = pytrees.unflatten(ctx.tree, with_replaced(ctx.rest, ctx.at, kept))
+                residuals = pytrees.unflatten(
+                    ctx.tree, with_replaced(ctx.rest, ctx.at, residual_tensors)
+                )
             cts_in = cotangents_by_rule(call, fixed, rest, residuals, cotangents, operands)
         return (None, None, *cts_in, *RuleFunction.others(call, operands, ctx.depends))
 
@@ -248,8 +250,8 @@ def _leaves_like(rule: Rule[Any], number: int, arg: Any, cotangent: Any) -> list
         leaves = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)
     except ValueError:
         leaves = []
-    given = [x for x in pytrees.leaves_of(cotangent) if x is not None]
-    if len([x for x in leaves if x is not None]) != len(given):
+    cotangents = [x for x in pytrees.leaves_of(cotangent) if x is not None]
+    if len([x for x in leaves if x is not None]) != len(cotangents):
         raise structure_error(
             f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument "
             f"{rule.parameter(number)}", arg, cotangent,

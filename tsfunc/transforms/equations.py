@@ -52,14 +52,16 @@ class Linear:
         w = self.adjoint(ct, consts)
         return w, _pullback(functools.partial(self.product, x), consts, w)
 
-    def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
+    def pushforward(
+        self, x: Values, input_tangents: Values, consts: Values, tangents: Values
+    ) -> list[Any]:
         """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
         """
         moved = _pushforward(functools.partial(self.product, x), consts, tangents)
         zeros = [torch.zeros_like(value) for value in x]
-        rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
+        rhs = [z if t is None else t for t, z in zip(input_tangents, zeros, strict=True)]
         if moved is not None:
             rhs = [r - m for r, m in zip(rhs, moved, strict=True)]
         return solve_equation(self, rhs, consts)[: self.count]
@@ -104,7 +106,9 @@ class Root:
         w = self.at_root().adjoint(ct, [*x, *consts])
         return [None] * self.count, _pullback(functools.partial(self.residual, x), consts, w)
 
-    def pushforward(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
+    def pushforward(
+        self, x: Values, input_tangents: Values, consts: Values, tangents: Values
+    ) -> list[Any]:
         moved = _pushforward(functools.partial(self.residual, x), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
@@ -161,22 +165,22 @@ class SolverCall:
         self.equation = equation
         self.rest: list[Any] = []
 
-    def tensors(self, given: Values, consts: Values) -> tuple[torch.Tensor, ...]:
-        leaves = self.equation.solve(given, consts)
+    def tensors(self, inputs: Values, consts: Values) -> tuple[torch.Tensor, ...]:
+        leaves = self.equation.solve(inputs, consts)
         self.rest = [TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
-def solve_equation(equation: Linear | Root, given: Values, consts: Values) -> list[Any]:
+def solve_equation(equation: Linear | Root, inputs: Values, consts: Values) -> list[Any]:
     """Return the solution, followed by the solver's other results.
 
     Args:
-        given: the right-hand side, or the guess.
+        inputs: the right-hand side, or the guess.
         consts: the values that the equation's functions close over.
     """
     call = SolverCall(equation)
     apply: Any = SolveFunction.apply
-    tensors = iter(apply(call, *given, *consts))
+    tensors = iter(apply(call, *inputs, *consts))
     return [next(tensors) if x is TENSOR else x for x in call.rest]
 
 
@@ -192,9 +196,9 @@ class SolveFunction(Function):
         call, *values = inputs
         ctx.call = call
         ctx.numbers = [TENSOR if isinstance(x, torch.Tensor) else x for x in values]
-        kept = [x for x in values if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*output[: call.equation.count], *kept)
-        ctx.save_for_forward(*output[: call.equation.count], *kept)
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*output[: call.equation.count], *tensors)
+        ctx.save_for_forward(*output[: call.equation.count], *tensors)
         ctx.mark_non_differentiable(*output[call.equation.count :])
 
     @staticmethod
@@ -210,8 +214,8 @@ class SolveFunction(Function):
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         x, consts = SolveFunction.parts(ctx)
-        given, others = ctx.call.equation.pullback(x, cotangents[: len(x)], consts)
-        return (None, *given, *others)
+        input_cts, others = ctx.call.equation.pullback(x, cotangents[: len(x)], consts)
+        return (None, *input_cts, *others)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:

@@ -236,8 +236,8 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     with recording(recorder), _PlainCalls(recorder):
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.
-    kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
-    counted = sorted(kept, key=_order)
+    shown_uses = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
+    counted = sorted(shown_uses, key=_order)
     exchanges = [CollectiveUse(*key, *count) for key, count in sorted(recorder.exchanges.items())]
     uses = tuple(_described(use, count) for use, count in counted)
     return CallReport(name_of(func), uses, tuple(exchanges))

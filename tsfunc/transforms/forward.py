@@ -199,19 +199,19 @@ def _jvp(
         with watching_random() if level is None else nullcontext():
             results = _pushforward(func, flat, directions, spec, level, strict, has_aux)
         return results if level is not None else pytrees.tree_map(_released, results)
-    own = GradLevel("jvp")
-    own.outside_roots = func, flat, directions
+    grad_level = GradLevel("jvp")
+    grad_level.outside_roots = func, flat, directions
     try:
-        with own, watching_random():
-            results = _pushforward(func, flat, directions, spec, own, strict, has_aux)
+        with grad_level, watching_random():
+            results = _pushforward(func, flat, directions, spec, grad_level, strict, has_aux)
     except BaseException:
         if STATE_WRITES:
-            restore_state(own)
+            restore_state(grad_level)
         raise
     if STATE_WRITES:
-        refuse_state_writes(own)
+        refuse_state_writes(grad_level)
     return pytrees.tree_map(
-        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, results
+        lambda x: unwrapped(x, grad_level) if isinstance(x, torch.Tensor) else x, results
     )
 
 

@@ -148,14 +148,14 @@ def implicit_root(
 
     def pushforward(*values: Any) -> Any:
         """Return the tangent solution at a root; the arguments are the root and the rhs."""
-        root, given = values[:count], values[count:]
+        root, rhs = values[:count], values[count:]
 
         def derivative(tangent: Any) -> Any:
             leaves = unknown.leaves("the argument of the derivative of f", tangent, root)
             return unknown.tree(jvp(lambda *x: tuple(residual(*x)), root, tuple(leaves))[1])
 
         solver = tangent_solve or unknown.solve_densely
-        return unknown.leaves("tangent_solve", solver(derivative, unknown.tree(given)))
+        return unknown.leaves("tangent_solve", solver(derivative, unknown.tree(rhs)))
 
     return unknown.result(Root, [residual, unknown.solver("solve", solve, f), pushforward])
 
@@ -210,7 +210,7 @@ class _Unknown:
 
         return run
 
-    def solve_densely(self, derivative: Callable[[Any], Any], given: Any) -> Any:
+    def solve_densely(self, derivative: Callable[[Any], Any], right_side: Any) -> Any:
         """Return the solution of a linear equation, computed with the matrix of its function."""
         sizes = [x.numel() for x in self.flat]
 
@@ -219,15 +219,15 @@ class _Unknown:
             tangent = self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
             return _joined(pytrees.leaves_of(derivative(tangent)))
 
-        rhs = _joined(pytrees.leaves_of(given))
+        rhs = _joined(pytrees.leaves_of(right_side))
         basis = torch.eye(sum(sizes), dtype=rhs.dtype, device=rhs.device)
         solution = torch.linalg.solve(vmap(column)(basis).T, rhs)
         parts = zip(solution.split(sizes), self.flat, strict=True)
         return self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
 
-    def dense_solver(self, operator: Callable[[Any], Any], given: Any) -> Any:
+    def dense_solver(self, operator: Callable[[Any], Any], right_side: Any) -> Any:
         """Solve densely, with the signature of a user's solver; the auxiliary part is None."""
-        solution = self.solve_densely(operator, given)
+        solution = self.solve_densely(operator, right_side)
         return (solution, None) if self.has_aux else solution
 
     def result(self, kind: Any, functions: Sequence[Callable[..., Any]]) -> Any:

@@ -75,12 +75,12 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     """
     check_function("linearize", func)
     if (other_jvp := delegate("jvp")) is not None:
-        out, kept = _split_aux(func(*primals), has_aux)
+        out, aux_parts = _split_aux(func(*primals), has_aux)
 
         def by_jvp(*tangents: Any) -> Any:
             return other_jvp(lambda *xs: _split_aux(func(*xs), has_aux)[0], primals, tangents)[1]
 
-        return (out, by_jvp, *kept)
+        return (out, by_jvp, *aux_parts)
     if torch.is_inference_mode_enabled():
         return autograd.without_inference_mode(linearize, func, *primals, has_aux=has_aux)
     names = names_of_selected(func, primals, tuple(range(len(primals))))

@@ -91,7 +91,7 @@ def _check_state(state: object) -> None:
             f"functional_call: Expected parameter_and_buffer_dicts to be a dict, or a list/tuple "
             f"of dicts, but got {type(state)}. {advice}"
         )
-    if not isinstance(state, Mapping) and not all(isinstance(each, Mapping) for each in state):
+    if not isinstance(state, Mapping) and not all(isinstance(tree, Mapping) for tree in state):
         raise ValueError(
             f"functional_call: Expected all elements of parameter_and_buffer_dicts to be "
             f"dictionaries. {advice}"

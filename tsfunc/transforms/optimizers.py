@@ -63,13 +63,13 @@ class FunctionalOptimizer:
         """
         leaves, tree = pytrees.flatten(params)
         self._check_tensors("init", leaves, tree)
-        made = [_fresh_leaf(each) for each in leaves]
-        optimizer = self._optimizer(made, {})
-        for each in made:
-            each.grad = torch.zeros_like(each)
+        copies = [_fresh_leaf(leaf) for leaf in leaves]
+        optimizer = self._optimizer(copies, {})
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy)
         with torch.no_grad(), as_if_compiling():
             make_state(optimizer)
-        states = [self._complete(dict(optimizer.state[each]), each) for each in made]
+        states = [self._complete(dict(optimizer.state[copy]), copy) for copy in copies]
         return tree.unflatten(states)
 
     def step(self, params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
@@ -96,9 +96,9 @@ class FunctionalOptimizer:
         ):
             self._check(path, leaf, gradient, before)
         recorded = bool(self.options.get("differentiable"))
-        made = [each.clone() if recorded else _fresh_leaf(each) for each in leaves]
-        optimizer = self._optimizer(made, options)
-        for leaf, gradient, before in zip(made, gradients, states, strict=True):
+        new_params = [leaf.clone() if recorded else _fresh_leaf(leaf) for leaf in leaves]
+        optimizer = self._optimizer(new_params, options)
+        for leaf, gradient, before in zip(new_params, gradients, states, strict=True):
             leaf.grad = gradient if recorded or gradient is None else gradient.detach()
             if before:
                 copies = {name: _copy_of_leaf(value, recorded) for name, value in before.items()}
@@ -107,8 +107,8 @@ class FunctionalOptimizer:
             # The copies of a differentiable step are not leaves, and have a .grad all the same.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             optimizer.step()
-        after = [dict(optimizer.state[leaf]) for leaf in made]
-        results = made if recorded else [leaf.detach() for leaf in made]
+        after = [dict(optimizer.state[leaf]) for leaf in new_params]
+        results = new_params if recorded else [leaf.detach() for leaf in new_params]
         return tree.unflatten(results), tree.unflatten(after)
 
     def _optimizer(self, leaves: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -188,8 +188,8 @@ class FunctionalOptimizer:
             )
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self.options.items() if name != "foreach"}
-        options = "".join(f", {name}={value!r}" for name, value in given.items())
+        set_options = {name: value for name, value in self.options.items() if name != "foreach"}
+        options = "".join(f", {name}={value!r}" for name, value in set_options.items())
         return f"functional_optimizer({self.cls.__name__}{options})"
 
 

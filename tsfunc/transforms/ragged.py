@@ -268,9 +268,9 @@ class _Joined:
         nested: Any  # lengths and offsets are methods of the jagged subclass
         for nested in self.nested:
             if nested.layout is torch.jagged and nested.lengths() is None:
-                known: torch.Tensor = nested.offsets()
-                if known.device == device and torch.equal(known.cpu(), offsets):
-                    return known
+                stored: torch.Tensor = nested.offsets()
+                if stored.device == device and torch.equal(stored.cpu(), offsets):
+                    return stored
         return offsets.to(device)
 
 

@@ -215,11 +215,11 @@ class Specialized(Generic[_Params, _Result]):
         if current_trace() is not None:
             return self.func(*args, **kwargs)
         with self.cache.lock:
-            known = self.cache.find(args, kwargs)
-            if known is None:
+            cached = self.cache.find(args, kwargs)
+            if cached is None:
                 self.cache.misses += 1
                 entry, closure_values = call.program(self.cache)
-        if known is not None:  # another thread has made it in the meantime
+        if cached is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
@@ -493,7 +493,7 @@ def _checked_names(
     if isinstance(hoist, bool):
         return hoist
     names = tuple(hoist) if isinstance(hoist, list | tuple | set | frozenset) else (hoist,)
-    unknown = [each for each in names if each not in signature.parameters]
+    unknown = [other for other in names if other not in signature.parameters]
     if unknown:
         raise ValueError(
             f"specialize({name}): hoist= expected True, False or names of parameters "

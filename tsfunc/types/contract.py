@@ -264,9 +264,9 @@ def _require_kind(
             f"of it, such as {spelling}, got {descriptor.described or descriptor}"
         )
     by_name = {
-        each.name
-        for each in signature.parameters.values()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     for name in descriptor.entries_of(kind):
         if name in by_name:

@@ -178,8 +178,10 @@ class TSTensor(TSType):
         return set() if path else {self.meta}
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
-        known = narrower.described
-        described = known is not None and describes_less(known, self.meta, order.sizes)
+        narrower_meta = narrower.described
+        described = narrower_meta is not None and describes_less(
+            narrower_meta, self.meta, order.sizes
+        )
         return described and self.cls in (narrower.value_class or object).__mro__
 
     def as_python(self) -> str:

@@ -85,9 +85,9 @@ class SizeMatch:
         A name that occurs only in expressions is solved for. A name that can't be solved for
         stands for the same name of the narrower type.
         """
-        while any(self._solve(*each) for each in self._pending):
+        while any(self._solve(*pair) for pair in self._pending):
             pass
-        return all(self._holds(*each) for each in self._pending)
+        return all(self._holds(*pair) for pair in self._pending)
 
     def _solve(self, wider: DimExpr, value: SizeSum) -> bool:
         """Assign the only unknown name of an expression; True if that was possible."""
@@ -104,7 +104,7 @@ class SizeMatch:
     def _holds(self, wider: DimExpr, value: SizeSum) -> bool:
         """True if an expression has a value in terms of the narrower type's sizes."""
         meaning = {name: self._meaning.get(name, SizeSum.of_name(name)) for name in wider.names}
-        has_open = any(not self._opens.isdisjoint(each.names) for each in meaning.values())
+        has_open = any(not self._opens.isdisjoint(sum_.names) for sum_ in meaning.values())
         return not has_open and wider.sum.substitute(meaning) == value
 
     def _range(self, size: DimForm) -> tuple[int, int | None]:
@@ -236,32 +236,32 @@ class Generalization:
     def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
         """Yield one side's expression in names of pairs if it equals the other side's ``other``."""
         pairs = [
-            [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
+            [pair for pair in self._counts if pair[side] == Dim(name) and self._is_named(pair)]
             for name in expression.names
         ]
         for chosen in itertools.islice(itertools.product(*pairs), _MOST_CHOICES):
             meant = dict(zip(expression.names, chosen, strict=True))
-            there = {name: _text(each[1 - side]) for name, each in meant.items()}
+            there = {name: _text(pair[1 - side]) for name, pair in meant.items()}
             if _same(other, parsed(expression.substitute(there))):
-                here = {name: self._name(each) for name, each in meant.items()}
+                here = {name: self._name(pair) for name, pair in meant.items()}
                 yield expression.substitute(here)
 
     def _name(self, pair: tuple[SideForm, SideForm]) -> str:
         if isinstance(pair[0], Dim) and pair[0] == pair[1]:
             return pair[0].name
-        known = self._names.get(pair)
-        if known is None:
-            kept = {
+        new_name = self._names.get(pair)
+        if new_name is None:
+            equal_names = {
                 left.name for left, right in self._counts if isinstance(left, Dim) and left == right
             }
-            taken = {*kept, *self._names.values()}
-            own = sorted(dim.name for dim in pair if isinstance(dim, Dim))
+            taken = {*equal_names, *self._names.values()}
+            dim_names = sorted(dim.name for dim in pair if isinstance(dim, Dim))
             usual = ("n", "m", "k") if self._always_named else ()
             new = itertools.chain(usual, (f"n{i}" for i in itertools.count(1)))
-            names = itertools.chain(own, (name for name in new if name not in self._used))
-            known = next(name for name in names if name not in taken)
-            self._names[pair] = known
-        return known
+            names = itertools.chain(dim_names, (name for name in new if name not in self._used))
+            new_name = next(name for name in names if name not in taken)
+            self._names[pair] = new_name
+        return new_name
 
 
 _MOST_CHOICES = 64

@@ -364,7 +364,7 @@ def _claim(cls: type, name: str) -> str:
 def _free(name: str) -> str:
     """Return the name itself, or the name with the first number that is not in use."""
     names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
-    return next(each for each in names if each not in _claims and _imported(each) is None)
+    return next(other for other in names if other not in _claims and _imported(other) is None)
 
 
 def find_object(name: str, scope: Mapping[str, object]) -> Any:

@@ -233,20 +233,20 @@ def _cov(
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
     x = x.reshape(1, -1) if x.dim() < 2 else x
     weights: Tensor | None = None
-    for name, given in (("fweights", fweights), ("aweights", aweights)):
-        if given is None:
+    for name, weight in (("fweights", fweights), ("aweights", aweights)):
+        if weight is None:
             continue
-        if given.shape != x.shape[1:]:
+        if weight.shape != x.shape[1:]:
             raise RuntimeError(
                 f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
-                f"got the shape {tuple(given.shape)}"
+                f"got the shape {tuple(weight.shape)}"
             )
-        expected = given.is_floating_point() if name == "aweights" else _is_integral(given)
+        expected = weight.is_floating_point() if name == "aweights" else _is_integral(weight)
         if not expected:
             kind = "integral" if name == "fweights" else "floating point"
-            raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
-        require(given >= 0, f"cov(): {name} cannot be negative")
-        weights = given if weights is None else weights * given
+            raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {weight.dtype}")
+        require(weight >= 0, f"cov(): {name} cannot be negative")
+        weights = weight if weights is None else weights * weight
     if weights is None:
         centred = x - x.mean(1, keepdim=True)
         return (centred @ centred.mT.conj() / torch.sym_max(x.shape[1] - correction, 0)).squeeze()

@@ -123,8 +123,8 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
 
 
 def _usable_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
-    if (own := own_decomposition(op.name)) is not None:
-        return own
+    if (our_decomposition := own_decomposition(op.name)) is not None:
+        return our_decomposition
     if op.composite:
         return decomposition_of(op.overload)
     if op.overload.namespace == "prims":

@@ -90,9 +90,9 @@ def _generator(
         make: makes torch's generator for the function that runs again.
     """
     state = tls.state
-    given = innermost_level(args)
-    if not state.levels and given is not None:
-        state = given.inner  # for a thread that was started inside of the level
+    level_of_args = innermost_level(args)
+    if not state.levels and level_of_args is not None:
+        state = level_of_args.inner  # for a thread that was started inside of the level
     captured = [level.torch_state for level in state.levels if isinstance(level, TracerLevel)]
     derivatives = max(outermost.recording, int(differentiates_here()))
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]

@@ -257,15 +257,15 @@ class MappedFunction:
     ) -> None:
         """Record the ctx; its tensors that are neither inputs nor results join the results."""
         stored, self.state_tree = pytrees.flatten(vars(ctx))
-        known = [value_at_level(x, level) for x in results]
+        result_values = [value_at_level(x, level) for x in results]
         self.state = []
         for leaf in stored:
             value = value_at_level(leaf, level)
-            position = _place(value, values, known)
+            position = _place(value, values, result_values)
             if position is None and isinstance(value, torch.Tensor):
                 position = ("result", len(results))
                 results.append(leaf)
-                known.append(value)
+                result_values.append(value)
             self.state.append(position or ("other", value))
 
     def _batch_all(self, results: list[Any], size: int) -> None:
@@ -419,9 +419,9 @@ def _inside_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
     The duplicate levels of mapped functions that are running stay active.
     """
     levels = tls.state.levels
-    own = [x.dispatch_level for x in values if isinstance(x, Tracer)]
+    levels_of_values = [x.dispatch_level for x in values if isinstance(x, Tracer)]
     duplicates = [level for level in levels if _is_duplicate(level)]
-    depth = max((level.depth for level in (*own, *duplicates)), default=-1)
+    depth = max((level.depth for level in (*levels_of_values, *duplicates)), default=-1)
     if not any(level.depth > depth for level in levels):
         return nullcontext()
     last: Any = next((level for level in levels if level.depth == depth), None)

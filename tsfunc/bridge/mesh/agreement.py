@@ -62,11 +62,11 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
         MeshError: this process has no such mesh.
     """
     text, mark = split_check(mesh)
-    known = mesh_named(text)
-    if mark.startswith("program:") and (axis, mark) not in known.agreed:
+    named_mesh = mesh_named(text)
+    if mark.startswith("program:") and (axis, mark) not in named_mesh.agreed:
         text = f"{mark.replace(':', ' ')}, {call or 'compiled'}"
-        await_agreement(known, axis, text, f" at {user_location()}")
-        known.agreed.add((axis, mark))
+        await_agreement(named_mesh, axis, text, f" at {user_location()}")
+        named_mesh.agreed.add((axis, mark))
 
 
 def exchanged_texts(mesh: Mesh, axis: str, text: str, note: str = "") -> list[str] | None:
@@ -82,11 +82,11 @@ def exchanged_texts(mesh: Mesh, axis: str, text: str, note: str = "") -> list[st
     most, least = both.tolist()
     if most == -least:
         return None
-    own = torch.zeros(_LENGTH, dtype=torch.uint8)
+    encoded_text = torch.zeros(_LENGTH, dtype=torch.uint8)
     encoded = f"{text}{note}".encode()[:_LENGTH]
-    own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    encoded_text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     every = torch.zeros(group.size() * _LENGTH, dtype=torch.uint8, device=device)
-    wait_for(group._allgather_base(every, own.to(device)), mesh, axis, every)
+    wait_for(group._allgather_base(every, encoded_text.to(device)), mesh, axis, every)
     rows = every.cpu().view(group.size(), _LENGTH)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 

@@ -129,12 +129,12 @@ def _write_report(mesh: Mesh, axis: str, text: str) -> None:
 
 def _reports(mesh: Mesh, axis: str) -> dict[int, str]:
     """Return the reports of the other ranks along an axis, by their index."""
-    store, own = _store_of(mesh.group(axis)), mesh.index(axis)
+    store, rank = _store_of(mesh.group(axis)), mesh.index(axis)
     reports: dict[int, str] = {}
     with suppress(RuntimeError):
         for index in range(mesh.sizes[axis]):
             key = f"tsfunc/raised/{index}"
-            if store is not None and index != own and store.check([key]):
+            if store is not None and index != rank and store.check([key]):
                 number, _, text = store.get(key).decode(errors="replace").partition(" ")
                 if text and int(number) > mesh.reports:
                     reports[index] = text

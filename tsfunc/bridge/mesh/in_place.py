@@ -74,11 +74,11 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: Any, reduction: Any, *rest: A
 
 
 def _all_to_all(
-    out: Tensor, x: Tensor, group: Any, sent: Sequence[int], given: Sequence[int], *rest: Any
+    out: Tensor, x: Tensor, group: Any, sent: Sequence[int], split_sizes: Sequence[int], *rest: Any
 ) -> Any:
     size = _group_size(group)
     received = list(sent) or [out.shape[0] // size] * size
-    split = list(given) or [x.shape[0] // size] * size
+    split = list(split_sizes) or [x.shape[0] // size] * size
     exchanged = _functional.all_to_all_single(x.contiguous(), received, split, _group_name(group))
     _write_result("all_to_all_single", out, (out, x), exchanged)
     return _completed_work()

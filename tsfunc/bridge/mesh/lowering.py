@@ -22,8 +22,12 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
     text, check = split_check(mesh)
     if check in ("calls", "values"):
         return NotImplemented
-    known = mesh_named(text)
-    group, size, me = known.group(axis).group_name, known.sizes[axis], known.index(axis)
+    named_mesh = mesh_named(text)
+    group, size, me = (
+        named_mesh.group(axis).group_name,
+        named_mesh.sizes[axis],
+        named_mesh.index(axis),
+    )
     reals = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     if EXCHANGES[kind].sums:
         reals = reals.to(result_dtype(kind, reals.dtype))

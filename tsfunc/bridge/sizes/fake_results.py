@@ -472,8 +472,12 @@ class FakeCache:
         if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
             raise IncompleteMetadataError
         if source >= 0:
-            given = self.metadata.of(tensors[source])
-            if given.dtype != metadata.dtype or given.is_conj or given.is_neg:
+            source_metadata = self.metadata.of(tensors[source])
+            if (
+                source_metadata.dtype != metadata.dtype
+                or source_metadata.is_conj
+                or source_metadata.is_neg
+            ):
                 raise IncompleteMetadataError
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if source >= 0:

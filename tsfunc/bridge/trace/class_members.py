@@ -174,16 +174,16 @@ def _keeping_calls(
     first = out[0] if isinstance(out, list | tuple) and out else out
     if level is None or isinstance(func, OpOverload) or not isinstance(first, TraceTracer):
         return out
-    made = []
+    wrapped = []
     for node in reversed(level.graph.nodes):
         if node is last:
             break
         if node.op == "call_function" and node.target is not operator.getitem:
-            made.append(node)
-    if len(made) == 1:
-        call = _call_of(made[0], level, func, args, kwargs or {})
+            wrapped.append(node)
+    if len(wrapped) == 1:
+        call = _call_of(wrapped[0], level, func, args, kwargs or {})
         if call is not None:
-            made[0].meta["call"] = call
+            wrapped[0].meta["call"] = call
     return out
 
 

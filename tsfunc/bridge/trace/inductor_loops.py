@@ -53,12 +53,12 @@ def _own_results(body: torch.fx.GraphModule) -> None:
     while the result is still read.
     """
     output = body.graph.output_node()
-    given: Any = output.args[0]
-    if isinstance(given, torch.fx.Node):  # the condition of a loop
+    outputs: Any = output.args[0]
+    if isinstance(outputs, torch.fx.Node):  # the condition of a loop
         return
     results: list[Any] = []
     sources = set()
-    for result in given:
+    for result in outputs:
         if isinstance(result, torch.fx.Node) and isinstance(result.meta.get("val"), torch.Tensor):
             source = _source(result)
             if source.op in ("placeholder", "get_attr") or source in sources:
@@ -68,7 +68,7 @@ def _own_results(body: torch.fx.GraphModule) -> None:
                 result = clone
             sources.add(source)
         results.append(result)
-    if any(new is not old for new, old in zip(results, given, strict=True)):
+    if any(new is not old for new, old in zip(results, outputs, strict=True)):
         output.args = (tuple(results),)
         body.recompile()
 

@@ -246,7 +246,10 @@ class TensorGuards:
         """Return the argument of a tracer, or None for a computed value."""
         level = tracer.dispatch_level
         while (taken := getattr(level, "taken", None)) is not None:  # a body of control flow
-            outer = next((given for given, own in taken.values() if own is tracer), None)
+            outer = next(
+                (outer_argument for outer_argument, inner in taken.values() if inner is tracer),
+                None,
+            )
             if not isinstance(outer, Tracer):
                 return None
             tracer, level = outer, outer.dispatch_level

@@ -115,9 +115,9 @@ def _in_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
     """Return a fake mode with symbols, which loops need for their length, and the values in it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    own = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    if own is not None and own.shape_env is not None:
-        return own, values
+    fake_mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if fake_mode is not None and fake_mode.shape_env is not None:
+        return fake_mode, values
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with mode:
         return mode, [

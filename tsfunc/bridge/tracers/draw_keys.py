@@ -94,20 +94,20 @@ class CallKeys:
         outer = self._outer
         drawn = None if outer is None else outer.draw_count
         bodies = [x.bodies for x in self._state.levels if hasattr(x, "bodies")]
-        running = [list(each) for each in bodies]
+        running = [list(active) for active in bodies]
         now = [(x, x.outer, x.inner) for x, _, _ in self._captured]
         try:
             _capture(self._captured)
-            for each in bodies:  # factories are recorded in the innermost body
-                each[:] = [body for body in each if body in self._state.levels]
+            for active in bodies:  # factories are recorded in the innermost body
+                active[:] = [body for body in active if body in self._state.levels]
             if outer is not None:
                 outer.draw_count = self._drawn_at_entry
             with using(self._state):
                 yield
         finally:
             _capture(now)
-            for each, before in zip(bodies, running, strict=True):
-                each[:] = before
+            for active, before in zip(bodies, running, strict=True):
+                active[:] = before
             if outer is not None:
                 outer.draw_count = drawn
 
@@ -206,9 +206,9 @@ def merge_draw_counts(
     """Set the numbers of draws to those after one of several bodies, for each example."""
     merged: DrawCounts = {}
     for depth, first in counts[0].items():
-        column = [each[depth] for each in counts]
-        same = all(isinstance(each, int) and each == first for each in column)
-        merged[depth] = first if same else combine([torch.as_tensor(each) for each in column])
+        column = [of_body[depth] for of_body in counts]
+        same = all(isinstance(count, int) and count == first for count in column)
+        merged[depth] = first if same else combine([torch.as_tensor(count) for count in column])
     set_draw_counts(merged)
 
 

@@ -132,14 +132,14 @@ def run_compiled_code_eagerly(inside: Callable[[], bool]) -> None:
     if _compiled_code_runs_eagerly:
         return
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
-    own = getattr(module, "_callback_from_stance", None)
-    if own is None:
+    get_callback = getattr(module, "_callback_from_stance", None)
+    if get_callback is None:
         return
 
-    @functools.wraps(own)
+    @functools.wraps(get_callback)
     def callback_of_call(callback: Any) -> Any:
         if not inside():
-            return own(callback)
+            return get_callback(callback)
         # With ``fullgraph=True`` a call that compiles nothing is an error, if they are counted.
         eval_frame.set_fullgraph_compiled_frame_count(-1)
         return None

@@ -183,12 +183,12 @@ def _conversion(argument: Any, kind: type) -> Convert | None:
 
 def _positions_of_keywords(schema: Any, names: Iterable[str], start: int) -> dict[str, int]:
     """Return the position of each keyword after the other arguments, by the schema's name."""
-    known = {argument.name for argument in schema.arguments}
+    argument_names = {argument.name for argument in schema.arguments}
     position_of: dict[str, int] = {}
     for position, name in enumerate(names, start):
-        if name not in known:
+        if name not in argument_names:
             name = _OTHER_NAMES.get(name, name)
-        if name not in known or name in position_of:
+        if name not in argument_names or name in position_of:
             raise _NoForm
         position_of[name] = position
     return position_of

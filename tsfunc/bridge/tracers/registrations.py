@@ -158,12 +158,12 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if is_storing_data() or (trains and not draws(operator_of(overload), args, kwargs)):
             return overload.redispatch(keys & rest, *args, **kwargs)
-        given = innermost_level((*args, *kwargs.values()))
+        level_of_args = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):
             if random and level.forbids_random and not _spreads_over(level):
                 raise RuntimeError(_refuse_random(level, overload))
             if isinstance(level, TracerLevel) and level.handles_factory(name, random):
-                if given is not None and given.depth >= level.depth:
+                if level_of_args is not None and level_of_args.depth >= level.depth:
                     break  # the tracers lead to the level through their autograd
                 if inplace:
                     for prepare in hooks.before_drawing.functions:

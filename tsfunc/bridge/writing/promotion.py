@@ -439,14 +439,14 @@ def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> 
     return alias
 
 
-def _view(made: Any, at: _Extent, base: _Extent) -> Any:
+def _view(tracer: Any, at: _Extent, base: _Extent) -> Any:
     """Return the view of a base's tracer whose position in the base is ``at``."""
-    start = made.storage_offset()
+    start = tracer.storage_offset()
     if at.dtype is not base.dtype:
-        made = _read_as(made.as_strided((base.span,), (1,), start), at.dtype)
+        tracer = _read_as(tracer.as_strided((base.span,), (1,), start), at.dtype)
         start = start * base.dtype.itemsize // at.dtype.itemsize
     begin = base.offset * base.dtype.itemsize // at.dtype.itemsize
-    view = made.as_strided(at.size, at.stride, start + at.offset - begin)
+    view = tracer.as_strided(at.size, at.stride, start + at.offset - begin)
     if at.conj is not base.conj:
         view = view.conj()
     return torch._neg_view(view) if at.negative is not base.negative else view

@@ -120,7 +120,7 @@ class Target:
 
         def refuses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             arguments = self.bound(args, kwargs)
-            if any(each.is_kept(arguments) for each in narrower):
+            if any(contract.is_kept(arguments) for contract in narrower):
                 return True
             return guaranteed and not self._satisfies_contract(arguments)
 

@@ -139,33 +139,35 @@ class CacheMiss:
         if (
             self.reason == UNSEEN
             and is_full
-            and all(each.key not in keys for each in cache.entries)
+            and all(entry.key not in keys for entry in cache.entries)
         ):
             self.reason = dropped
         self.small = {
             name: size for name, size in self.sizes.items() if size < 2 and name in named_dims
         }
         self.variation = variation = Variation(self, cache, inputs, named_dims, facts)
-        known = cache.find_for_sizes(keys, self.flat, self.sizes)
-        self.is_known = known is not None or self.reason in (UNSEEN, dropped)
+        serving = cache.find_for_sizes(keys, self.flat, self.sizes)
+        self.is_known = serving is not None or self.reason in (UNSEEN, dropped)
         if self.closure_differences and reason is None:
             fewest = min(self.closure_differences, key=len)
-            self.reason = "; ".join(difference_text(name, *each) for name, each in fewest.items())
+            self.reason = "; ".join(
+                difference_text(name, *values) for name, values in fewest.items()
+            )
         assumptions = Assumptions(
             records_autograd=cache.records_autograd, recalled=cache.records_autograd
         )
-        if known is None:
+        if serving is None:
             traced, assumptions = self._valid_program(variation.assumed(assumptions))
             variation.record_outcome(assumptions)
             cache.history.appendleft(facts)
             if not assumptions.fixed:
                 self.warning = variation.remember(traced[0], called=reason is None)
         else:
-            traced = known
+            traced = serving
         if not assumptions.fixed:
             small = self._sizes_not_served(traced[0], named_dims)
             if small:
-                if known is None:
+                if serving is None:
                     cache.add(traced[0])
                 fixed, assumptions = trace_until_valid(
                     self.trace, assumptions.moved(fixed=frozenset(small)), self.next_assumptions
@@ -233,9 +235,9 @@ class CacheMiss:
         entries = [entry for entry in cache.entries if entry.tree == self.tree][:_MOST_COMPARED]
         if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
             entries = [
-                each for each in entries if each.call_spec.named_dims or each.call_spec.numbers
+                entry for entry in entries if entry.call_spec.named_dims or entry.call_spec.numbers
             ]
-        return [x for x in (each.closure_differences(self.flat) for each in entries) if x]
+        return [x for x in (entry.closure_differences(self.flat) for entry in entries) if x]
 
     def _earlier_numbers(self, cache: Cache) -> NumberHistory:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""

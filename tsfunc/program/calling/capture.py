@@ -597,7 +597,7 @@ def _mark_number(node: torch.fx.Node, name: str) -> torch.fx.Node:
 
 def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Turn a closed-over tensor that was read into the last input of the graph."""
-    after = next(each for each in graph.nodes if each.op != "placeholder")
+    after = next(later for later in graph.nodes if later.op != "placeholder")
     with graph.inserting_before(after):
         placeholder = graph.placeholder(node.name)
     placeholder.meta = node.meta

@@ -77,10 +77,10 @@ class NodeFunction:
         self, node: torch.fx.Node, nodes: Sequence[torch.fx.Node], roots: Sequence[torch.fx.Node]
     ) -> None:
         graph = torch.fx.Graph()
-        positions = {each: graph.placeholder(each.name) for each in roots}
-        for each in nodes:
-            if each not in positions:
-                positions[each] = graph.node_copy(each, positions.__getitem__)
+        positions = {root: graph.placeholder(root.name) for root in roots}
+        for other in nodes:
+            if other not in positions:
+                positions[other] = graph.node_copy(other, positions.__getitem__)
         graph.output((positions[node],))
         _, self._run = generate("answer", graph, range(len(roots)), {})
 

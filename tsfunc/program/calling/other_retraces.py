@@ -61,7 +61,7 @@ def warning_about_others(
         cache.warned_about.add(name)
         listed = ", ".join(map(fact_text, [*reversed(earlier[: _SHOWN - 1]), now]))
         verb = "vary" if name.startswith("the keys") else "varies"
-        branches = any(isinstance(each, OfBranch) for each in earlier)
+        branches = any(isinstance(value, OfBranch) for value in earlier)
         traced = "the function takes another branch" if branches else "each value is traced again"
         return (
             f"specialize({call.target.name}): {name} {verb}, and {traced} ({name}: {listed}).\n"
@@ -95,15 +95,18 @@ def _seen_in_closure(
     """
     listed = list(differences)
     branching = {
-        name for each in listed for name, (_, x) in each.items() if isinstance(x, OfBranch)
+        name
+        for differing in listed
+        for name, (_, x) in differing.items()
+        if isinstance(x, OfBranch)
     }
     now: dict[str, Any] = {}
     seen: dict[frozenset[str], dict[str, list[Any]]] = {}
-    for each in listed:
-        numbers = all(type(value) in (int, float) for value, _ in each.values())
-        if len(each) == 1 or (numbers and branching.isdisjoint(each)):
-            values = seen.setdefault(frozenset(each), {})
-            for name, (now[name], before) in each.items():
+    for differing in listed:
+        numbers = all(type(value) in (int, float) for value, _ in differing.values())
+        if len(differing) == 1 or (numbers and branching.isdisjoint(differing)):
+            values = seen.setdefault(frozenset(differing), {})
+            for name, (now[name], before) in differing.items():
                 _add_value(values, name, before)
     firsts = [max(values.items(), key=lambda item: len(item[1])) for values in seen.values()]
     return {

@@ -128,8 +128,8 @@ class ClosureNumbers:
             return False
         earlier = self._earlier.get(text, ())
         varies = any(
-            each is type(value) or (type(each) is type(value) and not same_value(each, value))
-            for each in earlier
+            other is type(value) or (type(other) is type(value) and not same_value(other, value))
+            for other in earlier
         )
         self.read[text] = type(value) if varies and can_be_symbol(value) else value
         return self.read[text] is not value

@@ -324,17 +324,17 @@ optree.register_pytree_node(
 )
 
 
-def with_placeholders(label: str, out: Any, known: Known) -> Any:
+def with_placeholders(label: str, out: Any, placeholder_of: Known) -> Any:
     """Return the results of a function with stand-ins in place of objects.
 
     Args:
         out: the value that the function returned.
-        known: returns the stand-in for an object from outside, or None for another object.
+        placeholder_of: returns the stand-in for an object from outside, or None for another object.
 
     Raises:
         TypeCheckError: a result runs code after the function has returned.
     """
-    return _Results(label, known).replace_objects(out)
+    return _Results(label, placeholder_of).replace_objects(out)
 
 
 class _Results:

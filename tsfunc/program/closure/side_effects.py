@@ -184,10 +184,10 @@ class ContainerChanges:
 
 def new_effects(before: Sequence[SideEffect], after: Sequence[SideEffect]) -> list[SideEffect]:
     """Return the assignments that were not there before, or have other values now."""
-    known = {(id(each.owner), each.target): each for each in before}
+    effects_before = {(id(each.owner), each.target): each for each in before}
 
     def is_new(effect: SideEffect) -> bool:
-        earlier = known.get((id(effect.owner), effect.target))
+        earlier = effects_before.get((id(effect.owner), effect.target))
         return earlier is None or earlier.after is not effect.after
 
     return [effect for effect in after if is_new(effect)]
@@ -207,10 +207,10 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         problem = change.problem
         if problem is None and change.source.in_closure and builder.closure == "freeze":
             problem = 'is a constant, by closure="freeze"'
-        kept = None
+        stored = None
         if problem is None and change.after is not MISSING:
             try:
-                kept = values.stored_form(change.after)
+                stored = values.stored_form(change.after)
             except UnrepeatableValue as error:
                 problem = f"gets {error}"
             for tensor in values.tensors:
@@ -224,7 +224,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         keeps = change.text not in builder.read or same_except_tensors(change.before, change.after)
         updates.append(
             Update(
-                change.text, number, change.target, kept, change.fills, change.after is MISSING,
+                change.text, number, change.target, stored, change.fills, change.after is MISSING,
                 change.buffer, keeps,
             )
         )  # fmt: skip

@@ -250,8 +250,8 @@ class WatchedObject:
 
     def _absent(self, name: str) -> None:
         """Guard that an attribute is missing; a user's ``__getattr__`` runs and may make it."""
-        made = hasattr(type(self.value), "__getattr__")
-        if made and not isinstance(self.value, torch.nn.Module):
+        is_computed = hasattr(type(self.value), "__getattr__")
+        if is_computed and not isinstance(self.value, torch.nn.Module):
             self._require_none_of_its_own(name)
         elif name not in self._held:
             self._held.add(name)

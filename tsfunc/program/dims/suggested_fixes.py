@@ -266,7 +266,7 @@ def _with_larger_minima(
         return None
     names = sorted(str(symbol) for symbol in least.free_symbols)
     larger = with_least_minima(least >= (dim.min or 0), {name: dims[name] for name in names})
-    if larger is None or not all(each.admits(sizes[each.name]) for each in larger.values()):
+    if larger is None or not all(dim.admits(sizes[dim.name]) for dim in larger.values()):
         return None
     return larger.values()
 

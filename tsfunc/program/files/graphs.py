@@ -146,10 +146,10 @@ class StoredOperator:
         name, inner, inputs_field = field.record("name", "graph", "inputs")
         inputs = tuple(at.integer(0, len(types) - 1) for at in inputs_field.items())
         read = self.reader.of_body().read(inner)
-        own = [node for node in read.nodes if node.op == "placeholder"]
-        if len(own) != len(inputs):
-            inputs_field.fail(f"expected {len(own)} inputs of the graph, got {len(inputs)}")
-        for node, at in zip(own, inputs, strict=True):
+        body_inputs = [node for node in read.nodes if node.op == "placeholder"]
+        if len(body_inputs) != len(inputs):
+            inputs_field.fail(f"expected {len(body_inputs)} inputs of the graph, got {len(inputs)}")
+        for node, at in zip(body_inputs, inputs, strict=True):
             if node.meta["value_type"] != types[at]:
                 inputs_field.fail(
                     f"{node.name}: expected a {node.meta['value_type']}, got a {types[at]}"

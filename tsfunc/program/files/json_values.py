@@ -159,8 +159,8 @@ class ValueReader:
             return [self.decode(item) for item in field.items()]
         if type(value) is dict and len(value) == 1:
             ((kind, inner),) = field.mapping().items()
-            own = getattr(self, f"_read_{kind}", None) if kind in _KINDS else None
-            read = self._other.get(kind, own)
+            read_kind = getattr(self, f"_read_{kind}", None) if kind in _KINDS else None
+            read = self._other.get(kind, read_kind)
             if read is not None:
                 return read(inner)
         return field.expected("a value")

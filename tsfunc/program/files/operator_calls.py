@@ -148,15 +148,19 @@ def _fits(value: Any, type_: str, type_of: Callable[[torch.fx.Node], ValueType])
         return value is None or _fits(value, type_[:-1], type_of)
     if type_.endswith("[]"):
         if isinstance(value, torch.fx.Node):
-            own = type_of(value)
+            type_of_value = type_of(value)
             inner = TENSOR if type_.rstrip("?[]") == "Tensor" else NUMBER
-            return bool(own) and isinstance(own, list | tuple) and all(k == inner for k in own)
+            return (
+                bool(type_of_value)
+                and isinstance(type_of_value, list | tuple)
+                and all(k == inner for k in type_of_value)
+            )
         return isinstance(value, list | tuple) and all(
             _fits(item, type_[:-2], type_of) for item in value
         )
     if isinstance(value, torch.fx.Node):
-        own = type_of(value)
-        return type_ in _KINDS_OF[own] if isinstance(own, str) else False
+        type_of_value = type_of(value)
+        return type_ in _KINDS_OF[type_of_value] if isinstance(type_of_value, str) else False
     if type_ in ("int", "SymInt"):
         return type(value) in (int, bool) and -LONGEST_INT <= value < LONGEST_INT
     allowed = _PYTHON.get(type_)

@@ -376,8 +376,8 @@ def _decode_part(
     reader = GraphReader(context.tensors, context.device, types, context.made_with, callees)
     graph = reader.read(graph_field)
     inputs = tuple(at.integer(0, len(called_with) - 1) for at in inputs_field.items())
-    own = [node.meta["value_type"] for node in graph.nodes if node.op == "placeholder"]
-    if own != [called_with[at] for at in inputs]:
+    input_types = [node.meta["value_type"] for node in graph.nodes if node.op == "placeholder"]
+    if input_types != [called_with[at] for at in inputs]:
         inputs_field.fail("the graph has other inputs")
     return CalleeGraph(name.line(), graph, inputs, reader.lifted)
 

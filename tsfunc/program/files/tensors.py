@@ -70,9 +70,12 @@ class TensorWriter:
         stored: dict[tuple[Any, int], _Stored] = {}
         for name, tensor in self._tensors.items():
             key, first, last = _span(name, tensor)
-            known = stored.setdefault(key, _Stored([], first, last))
-            known.tensors.append(name)
-            known.first, known.last = min(known.first, first), max(known.last, last)
+            stored_memory = stored.setdefault(key, _Stored([], first, last))
+            stored_memory.tensors.append(name)
+            stored_memory.first, stored_memory.last = (
+                min(stored_memory.first, first),
+                max(stored_memory.last, last),
+            )
         records: dict[str, Any] = {}
         memory: dict[str, torch.Tensor] = {}
         for each in stored.values():

@@ -170,8 +170,8 @@ class Compiled:
     def _run(
         self, call: Callable[..., Any], tensors: Sequence[torch.Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
-        made, numbers = self._numbers(values) if self._numbers is not None else ((), ())
-        tensors = [*tensors, *made]
+        inputs_made, numbers = self._numbers(values) if self._numbers is not None else ((), ())
+        tensors = [*tensors, *inputs_made]
         if self._ints:
             call = _with_last(call, [values[i] for i in self._ints.values()])
         try:
@@ -214,12 +214,12 @@ class Compiled:
 
     def _uncompiled(self, values: Sequence[Any], *tensors: torch.Tensor) -> Sequence[Any]:
         """Run the graph as it was traced, on the tensors of a call of the compiled module."""
-        module, kept = self._traced
+        module, indices = self._traced
         left = iter(tensors)
         lifted_names = set(self._tensors)
         inputs = [next(left) if i in lifted_names else values[i] for i in self._program.inputs]
         results = module(*inputs, *itertools.islice(left, len(self._lifted)))
-        return [results[i] for i in kept]
+        return [results[i] for i in indices]
 
     @functools.cached_property
     def _traced(self) -> tuple[torch.fx.GraphModule, Sequence[int]]:
@@ -227,7 +227,7 @@ class Compiled:
         graph = self._program.graph
         module = graph_module(self._program.name, graph, self._program.lifted, as_inputs=True)
         outputs = zip(_keep_computed(module), self._outputs, strict=True)
-        return module, [out.at for out, own in outputs if type(own) is _ResultIndex]
+        return module, [out.at for out, result in outputs if type(result) is _ResultIndex]
 
     def _input_tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
         return [values[i] for i in self._tensors]

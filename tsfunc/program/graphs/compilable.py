@@ -37,10 +37,10 @@ def make_compilable(module: torch.fx.GraphModule) -> None:
 
 def _scale_by_tensor(node: torch.fx.Node) -> None:
     """Let an operator take its factor as a tensor, if the factor was read from one."""
-    known = SCALED.get(node.target)
-    if known is None:
+    scaling = SCALED.get(node.target)
+    if scaling is None:
         return
-    name, scaled = known
+    name, scaled = scaling
     number = node.kwargs.get(name)
     if not isinstance(number, torch.fx.Node) or number.target not in READS:
         return

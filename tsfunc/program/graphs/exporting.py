@@ -234,13 +234,13 @@ def _module(
     class Exported(torch.nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             flat, _ = pytrees.flatten((args, kwargs))
-            given = [
+            arguments = [
                 flat[i] if i < len(flat) else _tensor_at(self, replaced[i]) for i in program.inputs
             ]
-            given += [
+            arguments += [
                 _tensor_at(self, p).clone() if p in copied else _tensor_at(self, p) for p in paths
             ]
-            outputs = graph.forward(*given)
+            outputs = graph.forward(*arguments)
             count = program.out_tree.num_leaves
             results, values = list(outputs[:count]), outputs[count:]
             _assign(self, program, results, values)
@@ -255,9 +255,9 @@ def _module(
         _give_state(root, program.state.module)
     replaced, paths = program.state.inputs, _lifted_paths(program, root)
     # torch's loops do not take constants.
-    known = {name for named in (root.named_parameters, root.named_buffers)
+    state_names = {name for named in (root.named_parameters, root.named_buffers)
              for name, _ in named(remove_duplicate=False)}  # fmt: skip
-    copied = set(paths) - known if any(graph.children()) else set()
+    copied = set(paths) - state_names if any(graph.children()) else set()
     return root
 
 

@@ -83,7 +83,7 @@ class NumbersAsTensors:
         self._read: dict[torch.fx.Node, torch.fx.Node] = {}
         self._results: dict[torch.fx.Node, NumberResult] = {}
         self._refused: set[torch.fx.Node] = set()
-        self._end = next(each for each in self._graph.nodes if each.op != "placeholder")
+        self._end = next(other for other in self._graph.nodes if other.op != "placeholder")
         for node in list(self._graph.nodes):
             if node not in self._origins and any(map(self._origins.get, node.all_input_nodes)):
                 self._replace(node)

@@ -178,11 +178,11 @@ def properties_of(
     """
     properties = {}
     for node in graph.nodes:
-        known = properties_of_node(node)
-        if known is None:
+        of_node = properties_of_node(node)
+        if of_node is None:
             continue
         constant = (constants or {}).get(str(node.target)) if node.op == "get_attr" else None
-        properties[node.name] = known if constant is None else replace(known, constant=constant)
+        properties[node.name] = of_node if constant is None else replace(of_node, constant=constant)
     return ProgramProperties(properties, collectives_of(graph))
 
 

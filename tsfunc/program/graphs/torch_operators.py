@@ -107,7 +107,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
                 results = writer.translated(node, node.args)
         except NoTorchOperator as error:
             node.meta[_REASON] = str(error)
-            for added in reversed([each for each in graph.nodes if each not in nodes]):
+            for added in reversed([other for other in graph.nodes if other not in nodes]):
                 graph.erase_node(added)
             for name in [name for name, _ in module.named_children() if name not in children]:
                 delattr(module, name)

@@ -135,12 +135,17 @@ def _drop_kept_dims(
         return False
     arguments = source.meta["op"].signature.bind(source.args, source.kwargs)
     values = {argument.name: value for argument, value in arguments}
-    dims, kept, value = values.get("dim"), source.meta["val"], node.meta["val"]
-    if values.get("keepdim") is not True or not dims or not _fixed(kept) or not _fixed(value):
+    dims, reduced_value, value = values.get("dim"), source.meta["val"], node.meta["val"]
+    if (
+        values.get("keepdim") is not True
+        or not dims
+        or not _fixed(reduced_value)
+        or not _fixed(value)
+    ):
         return False
-    reduced = {wrap_dim(dim, kept.dim()) for dim in dims}
-    shape = [size for i, size in enumerate(kept.shape) if i not in reduced]
-    if list(value.shape) != shape or not (value.is_contiguous() and kept.is_contiguous()):
+    reduced = {wrap_dim(dim, reduced_value.dim()) for dim in dims}
+    shape = [size for i, size in enumerate(reduced_value.shape) if i not in reduced]
+    if list(value.shape) != shape or not (value.is_contiguous() and reduced_value.is_contiguous()):
         return False
     source.args = tuple(False if arg is True else arg for arg in source.args)
     source.kwargs = {k: False if k == "keepdim" else v for k, v in source.kwargs.items()}

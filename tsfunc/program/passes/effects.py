@@ -222,22 +222,22 @@ def declares_sharing(op: TorchOperator) -> bool:
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Return the values from outside of the graph that may share memory with a value."""
-    return {each for each in _reached(node, ()) if each.op in ("placeholder", "get_attr")}
+    return {source for source in _reached(node, ()) if source.op in ("placeholder", "get_attr")}
 
 
 def _reached(
-    node: torch.fx.Node, known: Container[torch.fx.Node], sharing: Sharing = aliased
+    node: torch.fx.Node, visited: Container[torch.fx.Node], sharing: Sharing = aliased
 ) -> set[torch.fx.Node]:
     """Return a value and the values before it that may share its memory.
 
     Args:
-        known: values whose sources are not visited again.
+        visited: values whose sources are not visited again.
         sharing: yields the arguments of a call whose memory its results may share.
     """
     reached, waiting = {node}, [node]
     while waiting:
         for source in sharing(waiting.pop()):
-            if source not in reached and source not in known:
+            if source not in reached and source not in visited:
                 reached.add(source)
                 waiting.append(source)
     return reached

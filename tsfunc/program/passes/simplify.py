@@ -76,8 +76,8 @@ def free_layouts(graph: torch.fx.Graph, body: bool = False) -> None:
     """
     calls = [node.target for node in graph.nodes if isinstance(node.target, ControlFlow)]
     for call in calls:
-        for each in call.bodies:
-            free_layouts(each.graph, True)
+        for other in call.bodies:
+            free_layouts(other.graph, True)
     if not calls and not body:
         return
     aliases = Aliases(graph)

@@ -69,7 +69,9 @@ class Switch(ControlFlowOperator):
 
     def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         branches = (through(body, operands) for body in self.bodies)
-        return [operands[0].union(*each) for each in zip(*branches, strict=True)]
+        return [
+            operands[0].union(*axes_of_result) for axes_of_result in zip(*branches, strict=True)
+        ]
 
     @property
     def names(self) -> tuple[str, ...]:

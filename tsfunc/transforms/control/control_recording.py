@@ -210,11 +210,11 @@ class Carry:
         """
         same = True
         for i, number in self.numbers.items():
-            known = self.leaves[i]
-            if is_number(known) and same_number(known, body.leaves[i]):
+            current = self.leaves[i]
+            if is_number(current) and same_number(current, body.leaves[i]):
                 continue
             dtype = common_dtype((number, body.leaves[i]))
-            if not isinstance(known, torch.Tensor) or known.dtype is not dtype:
+            if not isinstance(current, torch.Tensor) or current.dtype is not dtype:
                 self.leaves[i] = as_traced(torch.full((), number, dtype=dtype), self.trace)
                 self.needed[i] = needed_frames(self.leaves[i])
                 same = False
@@ -359,7 +359,7 @@ def record_scan(
         return last, ys
     y_spec, y_leaves = pytrees.structure_of(body.out[1]), body.leaves[len(carry.leaves) :]
     results = body.end(*layout)
-    kept = [r for r in results[: len(carry.leaves)] if r is not None]
+    carry_results = [r for r in results[: len(carry.leaves)] if r is not None]
     stacked = [
         stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
     ]
@@ -368,13 +368,15 @@ def record_scan(
     step = Body("body", body.level.graph, places[0])
     steps = size if isinstance(size, int) else None
     op = Scan(label, [step], len(inputs), len(along), steps, reverse)
-    outputs = call_control_flow(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
-    rest = iter(outputs[len(kept) :])
+    outputs = call_control_flow(
+        op, trace, [*inputs, *along, *tensors], numbers, [*carry_results, *stacked]
+    )
+    rest = iter(outputs[len(carry_results) :])
     ys_found = [
         next(rest).movedim(0, stacked_dim(x.dim(), dim)) if isinstance(x, torch.Tensor) else None
         for x in y_leaves
     ]
-    last, drawn = carry.tree(outputs[: len(kept)])
+    last, drawn = carry.tree(outputs[: len(carry_results)])
     set_draw_counts(drawn)
     return last, optree.tree_unflatten(y_spec, ys_found)
 
