@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +24,7 @@ class Scope:
         self.objects: dict[str, Any] = dict(objects)
         self._names = {id(value): name for name, value in objects.items()}
         self._taken = {*objects, *taken}
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
 
     def name(self, value: Any, stem: str = "obj") -> str:
         """Return the name of an object; a new one is ``stem``, ``stem_2`` and so on."""
@@ -37,9 +36,11 @@ class Scope:
 
     def unused(self, stem: str) -> str:
         """Return the first name of a stem that is not taken, and take it."""
-        name = ""
-        while not name or name in self._taken:
-            self._counts[stem] += 1
-            name = stem if self._counts[stem] == 1 else f"{stem}_{self._counts[stem]}"
+        count = self._counts.get(stem, 0) + 1
+        name = stem if count == 1 else f"{stem}_{count}"
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._counts[stem] = count
         self._taken.add(name)
         return name

@@ -358,6 +358,7 @@ class GuardCode:
     Attributes:
         count: the number of flattened arguments.
         scope: the objects that the code refers to.
+        name: returns the name of an object of the scope.
         bound: the named dims that have a variable.
         lines: the lines, those that bind the values on paths to variables included.
     """
@@ -370,12 +371,10 @@ class GuardCode:
     ) -> None:
         self.named_dims, self.count = named_dims, count
         self.scope = Scope({**objects, "math": math})  # conditions refer to `math`
+        self.name: Callable[[Any], str] = self.scope.name
         self.bound: set[str] = set()
         self.lines: list[str] = []
         self._variables: dict[tuple[Any, ...], str] = {}
-
-    def name(self, value: Any) -> str:
-        return self.scope.name(value)
 
     def variable(self, source: Source) -> str:
         """Return the variable of a value; its binding is added to the lines."""
