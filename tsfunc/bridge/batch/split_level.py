@@ -175,7 +175,7 @@ class SplitLevel(BatchLevel):
         duplicate.splitter = _RestartSplitter(self)
         return duplicate
 
-    def without_unused(self, value: torch.Tensor, bdim: int, generation: int) -> torch.Tensor:
+    def narrowed(self, value: torch.Tensor, bdim: int, generation: int) -> torch.Tensor:
         """Select the remaining examples of a value from an earlier generation."""
         positions = self._picked.get(generation)
         if positions is None:
@@ -234,7 +234,7 @@ class SplitTracer(FastBatchTracer):
     def value(self) -> torch.Tensor:
         level: Any = self.dispatch_level
         if self._generation != level.generation and self.bdim is not None:
-            self.value = level.without_unused(self._value, self.bdim, self._generation)
+            self.value = level.narrowed(self._value, self.bdim, self._generation)
         return self._value
 
     @value.setter

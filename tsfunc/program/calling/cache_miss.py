@@ -256,7 +256,7 @@ class CacheMiss:
         example, and the hint for a size below 2 may be a size that the function refuses.
         """
         if assumptions.varying:
-            narrower = self.variation.without_unused(assumptions, error)
+            narrower = self.variation.narrowed(assumptions, error)
             if narrower is not None:
                 return narrower
         if assumptions.closure_numbers and self.closure_inputs:

@@ -334,7 +334,7 @@ class Variation:
         dims = new_dims(placed, self.facts, self.cache.varied, self.named_dims)
         return assumptions.moved(varying=names, dims=dims)
 
-    def without_unused(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
+    def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return assumptions with narrower dims after a trace that has failed, or None."""
         return narrowed(assumptions, self.sizes, error)
 
