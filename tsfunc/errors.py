@@ -1,31 +1,34 @@
 """The errors and warnings that tsfunc raises, in one tree.
 
     TsfuncError
-    ├── DispatchError (RuntimeError)          no kernel for a call, or an invalid registration
-    ├── DescriptorError (ValueError)          a descriptor is not well formed
-    │   └── AnnotationError (TypeError)       an annotation is not a type of the language
-    ├── TypeCheckError (TypeError)            types disagree, or lack an attribute or operator
-    ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs a constraint that no descriptor states
-    ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
-    ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
-    ├── FailedCheckError (RuntimeError)       data at run time breaks a check of the program
-    ├── NanError (FloatingPointError)         an operator returns a NaN, and debug.nans() looks
-    ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
-    ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
-    ├── UnknownOperatorError (LookupError)    torch has no operator of this name
-    ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
-    ├── ExportError (RuntimeError)            another torch tool can't represent a program
-    ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
-    ├── MeshError (ValueError)                a mesh does not fit a call or a program
-    ├── RanksDisagree (RuntimeError)          ranks call different collectives, or differ in values
-    ├── RanksFailed (RuntimeError)            ranks of a distributed call raised, exited or hang
-    └── FileFormatError (ValueError)          a saved program is damaged
-    SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
-    MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
-    ReadOnceWarning (UserWarning)             a program keeps what a function read once
-    RetraceWarning (UserWarning)              each value of an argument has a program of its own
-    UntestedTorchWarning (UserWarning)        torch is newer than the tested releases
+    ├── DispatchError (RuntimeError)
+    ├── DescriptorError (ValueError)
+    │   └── AnnotationError (TypeError)
+    ├── TypeCheckError (TypeError)
+    ├── DescriptorViolation (ValueError)
+    ├── ConstraintViolation (ValueError)
+    ├── ClosureError (RuntimeError)
+    ├── DataDependentError (RuntimeError)
+    ├── FailedCheckError (RuntimeError)
+    ├── NanError (FloatingPointError)
+    ├── EscapedTracerError (RuntimeError)
+    ├── UndefinedRuleError (RuntimeError, AttributeError)
+    ├── CustomRuleError (TypeError, ValueError)
+    ├── UndefinedDerivativeError (RuntimeError, TypeError)
+    ├── MissingRuleError (NotImplementedError)
+    ├── UnknownOperatorError (LookupError)
+    ├── UnboundAxisError (NameError)
+    ├── MeshError (ValueError)
+    ├── RanksDisagree (RuntimeError)
+    ├── RanksFailed (RuntimeError)
+    ├── MalformedProgramError (RuntimeError)
+    ├── ExportError (RuntimeError)
+    └── FileFormatError (ValueError)
+    ReadOnceWarning (UserWarning)
+    RetraceWarning (UserWarning)
+    SlowFallbackWarning (UserWarning)
+    UntestedTorchWarning (UserWarning)
+    MemoryBudgetWarning (UserWarning)
 
 Each class is also the built-in exception that torch.func raises in the same case.
 """

@@ -384,7 +384,7 @@ class Specialized(Generic[_Params, _Result]):
         return self.program.to_exported_program()
 
     def cache_info(self) -> CacheInfo:
-        """Return the number of cache hits and misses, and the purpose and reason of each program.
+        """Return the number of cache hits and misses, and information about each program.
 
         Example:
             >>> import torch

@@ -145,7 +145,7 @@ class ControlFlow:
         return None
 
     def write_for_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Write the operator as torch's own (``program.torch_operators``) and return its results.
+        """Return the results of torch's own operator (``program/graphs/torch_operators``).
 
         Raises:
             NoTorchOperator: torch has no such operator.

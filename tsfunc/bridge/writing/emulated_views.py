@@ -114,7 +114,7 @@ class EmulatedView(TracerHook):
 
     @staticmethod
     def serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Handle a call with emulated views among their arguments."""
+        """Handle a call with emulated views among its arguments."""
         others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:
             return function_handler(func, others, args, kwargs)

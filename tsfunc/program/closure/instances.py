@@ -141,13 +141,13 @@ class Instances:
         self._met_modules = True
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
-        """Return the value of an attribute; see ``Watching``."""
+        """Return the value of an attribute; see :class:`Watcher`."""
         watched = self._instances.get(id(instance))
         if watched is None or self._paused:
             return plain(instance, name)
         # The second frame is the reader. torch's own lookup of parameters reads the __dict__ and
-        # the dicts of a module, either for an attribute that `Instance.read` has already looked up
-        # or to find the dict to assign to.
+        # the dicts of a module, either for an attribute that `WatchedObject.read` has already
+        # looked up or to find the dict to assign to.
         if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
             return plain(instance, name)
         if not (name.startswith("__") and name.endswith("__")):
@@ -157,7 +157,7 @@ class Instances:
         return plain(instance, name)
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
-        """Check and note an assignment or deletion before it happens; see ``Watching``.
+        """Check and note an assignment or deletion before it happens; see :class:`Watcher`.
 
         Raises:
             TypeCheckError: the value is not of the type that the class declares.
