@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch._C import (
     DisableTorchFunctionSubclass,
-    _current_graph_task_id,
     _ForceDispatchKeyGuard,
     _functorch,
     _set_grad_enabled,
@@ -67,6 +66,7 @@ from tsfunc.bridge.tracers.torch_state import (
     any_autocast,
     below_autograd,
     is_autocasting,
+    records_on_values,
     without_autograd,
 )
 from tsfunc.bridge.tracers.tracer import (
@@ -312,14 +312,7 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     except IndexError:
         guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
-    want = captured.grad_mode and (
-        grad
-        or (
-            captured.passes[0] > 0
-            and not captured.quiet
-            and _current_graph_task_id() not in (-1, captured.rerun_by)
-        )
-    )
+    want = records_on_values(captured)
     if want is not grad:
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)

@@ -239,7 +239,7 @@ def records_on_values(state: TorchState) -> bool:
 
     The engine turns grad mode off for a backward pass of tsfunc, which does not mean these values.
     """
-    now = torch.is_grad_enabled() or (
+    now = _is_grad_enabled() or (
         not state.quiet
         and state.passes[0] > 0
         and _current_graph_task_id() not in (-1, state.rerun_by)
