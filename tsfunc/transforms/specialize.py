@@ -159,22 +159,18 @@ def specialize(
     The descriptors follow the TorchScript Input Descriptor proposal; compare
     ``torch.export`` and ``jax.jit``.
     """
+    options: _Options = {
+        "max_specializations": max_specializations, "closure": closure, "auto_widen": auto_widen,
+        "backend": backend, "hoist": hoist,
+    }  # fmt: skip
     if func is None or isinstance(func, Mapping) or _is_list_of_mappings(func):
         if func is not None and descriptors is not None:
             raise DescriptorError(
                 "specialize: expected descriptors once, got them twice. Write specialize(func, "
                 "descriptors)."
             )
-        argument: Any = func if func is not None else descriptors
-        return lambda f: specialize(
-            f,
-            argument,
-            max_specializations=max_specializations,
-            closure=closure,
-            auto_widen=auto_widen,
-            backend=backend,
-            hoist=hoist,
-        )
+        contract = descriptors if func is None else func
+        return functools.partial(specialize, descriptors=contract, **options)
     if closure not in get_args(Closure):
         raise ValueError(
             f"specialize: closure: expected one of {get_args(Closure)}, got {closure!r}."
@@ -187,11 +183,7 @@ def specialize(
     if type(auto_widen) is not bool:
         raise TypeError(f"specialize: auto_widen: expected True or False, got {auto_widen!r}.")
     if isinstance(func, staticmethod | classmethod | property):
-        of_function = functools.partial(
-            specialize, descriptors=descriptors, max_specializations=max_specializations,
-            closure=closure, auto_widen=auto_widen, backend=backend, hoist=hoist,
-        )  # fmt: skip
-        return _of_class(func, of_function)
+        return _of_class(func, functools.partial(specialize, descriptors=descriptors, **options))
     if not callable(func):
         raise TypeError(
             f"specialize: expected a function and descriptors for its parameters, got "
@@ -208,7 +200,7 @@ def specialize(
             f"specialize: expected a dict of parameter name to descriptor, or a list of such "
             f"dicts, got {descriptors!r} of type {type(descriptors).__name__}."
         )
-    return Specialized(func, every, max_specializations, closure, auto_widen, backend, hoist)
+    return Specialized(func, every, **options)
 
 
 def _of_class(member: Any, of_function: Callable[[Any], Any]) -> Any:

@@ -92,11 +92,12 @@ class Specialized(Generic[_Params, _Result]):
         self,
         func: Callable[_Params, _Result],
         descriptors: Sequence[Mapping[str, object]],
+        *,
         max_specializations: int,
         closure: Closure,
-        auto_widen: bool = True,
-        backend: Any = "python",
-        hoist: bool | Collection[str] = False,
+        auto_widen: bool,
+        backend: Any,
+        hoist: bool | Collection[str],
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
@@ -121,7 +122,7 @@ class Specialized(Generic[_Params, _Result]):
         self.cache = Cache(max_specializations, auto_widen)
         self._backend = backend
 
-    def _inlined(self, *args: Any, **kwargs: Any) -> Any:
+    def _for_dynamo(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
         target = self.target
         if target.closure == "freeze":
@@ -134,7 +135,7 @@ class Specialized(Generic[_Params, _Result]):
     def _outside(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
-    @replace_in_dynamo(_inlined)
+    @replace_in_dynamo(_for_dynamo)
     @outside_dynamo
     @is_boundary
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -159,7 +160,7 @@ class Specialized(Generic[_Params, _Result]):
                     try:
                         return entry.build(entry.run(values))
                     except NeedsInlining:
-                        return self._call_inlined(args, kwargs)
+                        return self._call_function(args, kwargs)
                     except RuntimeError as error:
                         if self._has_function:
                             raise_user_assertion(self.func, args, kwargs, entry.program, error)
@@ -170,6 +171,7 @@ class Specialized(Generic[_Params, _Result]):
                 fold_traceback(error, self._label)
                 raise
         except Exception as error:
+            # A ``raise`` of another error would add this frame to the folded traceback.
             try:
                 if isinstance(error, NanError):
                     self._find_nan(args, kwargs)
@@ -204,7 +206,7 @@ class Specialized(Generic[_Params, _Result]):
     def _label(self) -> str:
         return f"specialize({function_text(self.func)})"
 
-    def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function itself, because a trace could not record its program."""
         return self.func(*args, **kwargs)
 
@@ -523,7 +525,7 @@ class LoadedFunction(Specialized[..., Any]):
             f"Call it as these were called, or save it after a call like this one."
         )
 
-    def _call_inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
             f"{self.name}, loaded from {self.label}, differentiates random operators, and a trace "
@@ -578,7 +580,10 @@ def read_loaded(
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
     try:
-        loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
+        loaded = LoadedFunction(
+            missing, saved.descriptors, max_specializations=saved.limit, closure="freeze",
+            auto_widen=True, backend="python", hoist=False,
+        )  # fmt: skip
     except DescriptorError as error:  # each descriptor is valid, but they contradict each other
         raise FileFormatError(
             f"{label}: entry 'function.json': its descriptors are those of no function: {error}"

@@ -63,10 +63,10 @@ class Target:
     name: str
     signature: inspect.Signature
     contracts: tuple[Contract, ...]
-    closure: Closure = "guard"
-    backend: Backend | None = None
-    backend_name: str = "python"
-    hoist: bool | Collection[str] = False
+    closure: Closure
+    backend: Backend | None
+    backend_name: str
+    hoist: bool | Collection[str]
 
     @property
     def takes_numbers(self) -> bool:

@@ -140,12 +140,10 @@ def cond(
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
-        result = _SwitchCall("switch", branches, names, operands, batching).by_user(index)
-        return result
-    result = _SwitchCall(
+        return _SwitchCall("switch", branches, names, operands, batching).by_user(index)
+    return _SwitchCall(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
-    return result
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -224,8 +222,7 @@ def switch(
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    result = _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
-    return result
+    return _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
 
 
 def _is_static(choice: Any) -> bool:
