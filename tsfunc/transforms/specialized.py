@@ -220,7 +220,7 @@ class Specialized(Generic[_Params, _Result]):
             cached = self.cache.find(args, kwargs)
             if cached is None:
                 self.cache.misses += 1
-                entry, closure_values = call.program(self.cache)
+                entry, closure_values = call.make_entry(self.cache)
         if cached is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         if call.warning is not None:
@@ -299,12 +299,11 @@ class Specialized(Generic[_Params, _Result]):
     def _lowered(self, contract: Contract) -> Program:
         bound = arguments_for(self.name, self.target.signature, contract)
         arguments = bound.args, bound.kwargs
-        flat, tree = pytrees.flatten(arguments)
         target = dataclasses.replace(self.target, contracts=(contract,))
+        call = CacheMiss(target, arguments, *pytrees.flatten(arguments))
         with self.cache.lock:
-            return (
-                CacheMiss(target, arguments, flat, tree).program(self.cache, "lower()")[0].program
-            )
+            entry, _ = call.make_entry(self.cache, "lower()")
+        return entry.program
 
     @property
     def program(self) -> Program:

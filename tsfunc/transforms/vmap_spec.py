@@ -37,7 +37,7 @@ class Spec:
         axis_size: Any = None,
         strict: bool = False,
         data_dependent: str = "error",
-        ragged: str = "error",
+        ragged: str = "nested",
         axis_name: Hashable = None,
         mesh_axis: Any = None,  # a name or a tuple of them
     ) -> None:

@@ -65,7 +65,7 @@ from tsfunc.user_code import user_location
 if TYPE_CHECKING:
     from tsfunc.program.graphs.backends import Run
 
-ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
+EntryAndValues = tuple[CachedProgram, Sequence[Any]]
 
 # The number of programs whose values besides the arguments are compared with a call's.
 _MOST_COMPARED = 8
@@ -84,7 +84,7 @@ class CacheMiss:
 
     Args:
         target: the function that is called.
-        arguments: positional and keyword arguments.
+        call: its positional and keyword arguments.
         flat: the flattened arguments.
 
     Raises:
@@ -94,7 +94,7 @@ class CacheMiss:
     def __init__(
         self,
         target: Target,
-        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        call: tuple[Sequence[Any], Mapping[str, Any]],
         flat: list[Any],
         tree: optree.PyTreeSpec,
     ) -> None:
@@ -102,21 +102,26 @@ class CacheMiss:
         self.target = target
         self.flat, self.tree, self.settings = flat, tree, settings()
         self.key_orders = key_orders(tree, target.sees_keywords)
-        args, kwargs = arguments
-        self.parameters = target.signature
-        self.arguments = target.bound(args, kwargs)
+        args, kwargs = call
+        self.signature = target.signature
+        self.by_parameter = target.bound(args, kwargs)
         self.argument_paths = argument_paths_of(target.signature, len(flat), tree)
-        self._texts = PathTexts(self.arguments)
+        self._texts = PathTexts(self.by_parameter)
         self.passed = arguments_text(len(args), kwargs)
-        self.contract, self.bindings = target.contract(self.arguments)
+        self.contract, self.bindings = target.contract(self.by_parameter)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: NumberHistory = {}
         self.closure_differences: Sequence[Mapping[str, tuple[Any, Any]]] = ()
         self.closure_inputs: Mapping[str, ClosureNumber] = {}
         self._compares = False  # True while a program is traced for a comparison
+        # These are of the program that is made.
+        self.reason: str
+        self.small: Mapping[str, int]
+        self.variation: Variation
+        self.is_known: bool
 
     @restoring_thread_state
-    def program(self, cache: Cache, reason: str | None = None) -> ProgramAndInputs:
+    def make_entry(self, cache: Cache, reason: str | None = None) -> EntryAndValues:
         """Return an entry for the call, and the values that it reads of objects in the arguments.
 
         The entry is kept in the cache.
@@ -192,7 +197,7 @@ class CacheMiss:
             return [name for name in self.sizes if name in named_dims]
         return small
 
-    def _valid_program(self, assumptions: Assumptions) -> tuple[ProgramAndInputs, Assumptions]:
+    def _valid_program(self, assumptions: Assumptions) -> tuple[EntryAndValues, Assumptions]:
         """Return a program whose assumptions hold, and the assumptions.
 
         A program with numbers as inputs that no descriptor describes is compared with the program
@@ -220,7 +225,7 @@ class CacheMiss:
         """True if the inputs of a program include numbers that no descriptor describes."""
         return bool(self.closure_inputs) or self.variation.has_numbers(assumptions)
 
-    def _now_compiled(self, traced: ProgramAndInputs) -> ProgramAndInputs:
+    def _now_compiled(self, traced: EntryAndValues) -> EntryAndValues:
         """Have the backend compile a program that was traced for a comparison."""
         entry, closure_values = traced
         if self.target.backend is not None and self.target.hoist is False:
@@ -297,7 +302,7 @@ class CacheMiss:
             self.settings,
             self.key_orders,
             self.passed,
-            self.arguments,
+            self.by_parameter,
         )
 
     def numbers(
@@ -318,7 +323,7 @@ class CacheMiss:
         """The sizes of named dims in the call."""
         return {} if self.bindings is None else self.bindings.sizes
 
-    def trace(self, assumptions: Assumptions) -> ProgramAndInputs:
+    def trace(self, assumptions: Assumptions) -> EntryAndValues:
         """Return a program for such calls, and the tensors that it reads from argument objects.
 
         Raises:
@@ -340,11 +345,11 @@ class CacheMiss:
         return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs,
             named_dims, numbers,
-            hide_opaque_arguments(described, self.parameters, path_expression),
+            hide_opaque_arguments(described, self.signature, path_expression),
             described, assumptions,
         )  # fmt: skip
 
-    def _new_entry(self, assumptions: Assumptions) -> ProgramAndInputs:
+    def _new_entry(self, assumptions: Assumptions) -> EntryAndValues:
         start = time.perf_counter()
         inputs, named_dims, numbers = self._inputs(assumptions)
         instances = self._instances(assumptions)
@@ -364,7 +369,7 @@ class CacheMiss:
             call_spec=call_spec,
             closure_guards=reads,
             argument_paths=self.argument_paths,
-            signature=self.parameters,
+            signature=self.signature,
             guards=Guards.of(everything, self.name_of),
             state=state_names(
                 self.func, program.lifted, program.updates, len(self.flat), reads.values,
@@ -452,8 +457,8 @@ class CacheMiss:
         return self.reason
 
     def _general_if_equivalent(
-        self, general: ProgramAndInputs, fixed: ProgramAndInputs
-    ) -> ProgramAndInputs:
+        self, general: EntryAndValues, fixed: EntryAndValues
+    ) -> EntryAndValues:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
         (one, closure_values), (other, same_closure_values) = general, fixed
         same_reads = list(map(id, closure_values)) == list(map(id, same_closure_values))

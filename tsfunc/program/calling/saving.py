@@ -88,7 +88,7 @@ def _traced(
             return []
         try:
             if cache.find(args, kwargs) is None:
-                CacheMiss(target, arguments, flat, tree).program(cache)
+                CacheMiss(target, arguments, flat, tree).make_entry(cache)
         except Exception:  # the function, or its descriptors, do not accept such calls
             return []
     return [
