@@ -262,6 +262,11 @@ def _is_installed_package(package: types.ModuleType | None) -> bool:
     return any(os.path.basename(os.path.dirname(path)) in _INSTALLERS for path in paths)
 
 
+def is_installed_file(path: str) -> bool:
+    """True if a file is in a directory that installers write to."""
+    return not set(_INSTALLERS).isdisjoint(path.split(os.sep))
+
+
 # --- the calls at which tracebacks are folded
 
 _boundaries: set[CodeType] = set()

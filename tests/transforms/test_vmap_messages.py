@@ -259,13 +259,15 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
     assert torch.rand(2).shape == (2,)
 
 
+@pytest.mark.parametrize("installed", ["site-packages", "dist-packages"])
 def test_a_library_that_looks_at_data_unless_it_is_traced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     """The user can't change the library's line; the message names two remedies."""
-    folder = tmp_path / "site-packages"
+    folder = tmp_path / installed
     folder.mkdir()
-    (folder / "looking_library.py").write_text(
+    name = f"looking_library_in_{installed.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(
         "import torch\n"
         "def masked(x, mask):\n"
         "    if not torch.compiler.is_compiling() and mask.all():\n"
@@ -273,7 +275,7 @@ def test_a_library_that_looks_at_data_unless_it_is_traced(
         "    return torch.where(mask, x, 0.0)\n"
     )
     monkeypatch.syspath_prepend(folder)
-    library: Any = importlib.import_module("looking_library")
+    library: Any = importlib.import_module(name)
     mask = torch.arange(4) < torch.arange(2, 5)[:, None]
     with pytest.raises(DataDependentError) as caught:
         vmap(library.masked)(X, mask)

@@ -9,7 +9,7 @@ import torch
 
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
 from tsfunc.dispatch.state import Level, tls
-from tsfunc.user_code import Location, user_location
+from tsfunc.user_code import Location, is_installed_file, user_location
 
 
 def call_summary(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ def read_of_batch(name: str, level: Level) -> str:
 
 def _advice(location: Location) -> str:
     """Return the advice for a line that reads a Python value; a library's can't be rewritten."""
-    if "site-packages" in location.file:
+    if is_installed_file(location.file):
         if torch.compiler.is_compiling():  # it is traced
             return (
                 "Or give the library arguments with which it reads no values, such as sizes as "

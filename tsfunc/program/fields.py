@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from tsfunc.errors import FileFormatError
 
 LONGEST_INT = 1 << 63
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 DEEPEST = 200  # the maximum depth of nested containers; Python's own limit is near 1000
 
 

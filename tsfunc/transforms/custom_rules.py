@@ -31,11 +31,11 @@ from tsfunc.bridge.grad.autograd import (
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.boundaries import check_function
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.dispatch.state import overriding
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of

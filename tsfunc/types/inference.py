@@ -180,7 +180,7 @@ def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
     return types_
 
 
-_STATE = ("_parameters", "_buffers", "_modules")
+STATE = ("_parameters", "_buffers", "_modules")
 _OWN_TO_MODULES = frozenset(vars(torch.nn.Module()))
 
 
@@ -197,6 +197,6 @@ def instance_attributes(instance: Any) -> dict[str, Any]:
     own_attributes = {
         k: v for k, v in attributes.items() if k == "training" or k not in _OWN_TO_MODULES
     }
-    for kind in _STATE:
+    for kind in STATE:
         own_attributes.update(attributes.get(kind, {}))
     return own_attributes

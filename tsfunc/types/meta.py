@@ -12,7 +12,7 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.dims import Dim, DimForm, DimSpec, ShapeSpec, parse_dim, spell_dim
-from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
+from tsfunc.types.meta_arguments import ATTRIBUTES, FORMAT_RANKS, Shape, read_arguments
 from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
 from tsfunc.types.sizes import DimExpr, SizeSum
 from tsfunc.types.values import parse_fields, plain_name, size_text, tensor_text
@@ -416,16 +416,11 @@ def _join_strides(
 # --- narrower metadata
 
 
-_ATTRIBUTES = (
-    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
-)  # fmt: skip
-
-
 def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
     names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
-    if name in _ATTRIBUTES:
+    if name in ATTRIBUTES:
         attributes = {
-            attribute: getattr(meta, attribute) for attribute in _ATTRIBUTES if attribute != "rank"
+            attribute: getattr(meta, attribute) for attribute in ATTRIBUTES if attribute != "rank"
         }
         if name in ("rank", "shape"):
             del attributes["shape"]

@@ -20,7 +20,7 @@ _PYTHON_DTYPES: dict[object, torch.dtype] = {
 }
 """The dtypes that torch's own factories give to Python's number types."""
 
-_FIELDS: tuple[str, ...] = (
+ATTRIBUTES: tuple[str, ...] = (
     "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
     The first positional one is the dtype or the shape.
     """
     shape_first = bool(args) and isinstance(args[0], list | tuple)
-    order = ("shape",) if shape_first else _FIELDS
+    order = ("shape",) if shape_first else ATTRIBUTES
     if len(args) > len(order):
         raise DescriptorError(
             f"MetaTensorType: expected at most {len(order)} positional argument(s) "
@@ -77,9 +77,9 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
         )
     by_name = dict(zip(order, args, strict=False))
     for name, value in kwargs.items():
-        if name not in _FIELDS:
+        if name not in ATTRIBUTES:
             raise DescriptorError(
-                f"MetaTensorType: expected an attribute among {', '.join(_FIELDS)}, got {name!r}"
+                f"MetaTensorType: expected an attribute among {', '.join(ATTRIBUTES)}, got {name!r}"
             )
         if name in by_name:
             raise DescriptorError(

@@ -279,10 +279,10 @@ def key_text(key: object) -> str:
 
 def is_plain_value(value: object) -> bool:
     """True for a value without tensors or parts: a number, a string, an enum."""
-    return isinstance(value, _PLAIN)
+    return isinstance(value, PLAIN_VALUES)
 
 
-_PLAIN = (
+PLAIN_VALUES = (
     int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format, enum.Enum,
 )  # fmt: skip

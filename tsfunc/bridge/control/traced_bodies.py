@@ -26,10 +26,10 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
 from tsfunc.bridge.control.node_writes import memory_key, written_bases
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel, TraceTracer
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
-from tsfunc.bridge.tracers.user_queries import statically_known_true
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, statically_known_true
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import (
     InplaceRefused,

@@ -56,6 +56,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers
 from tsfunc.bridge.tracers.schemas import signature_of_overload
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.ops import (
     attention,
     contractions,
@@ -75,7 +76,6 @@ from tsfunc.ops import (
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import in_public_call
 
-_SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 # The mode makes a new tensor, and the kernel returns its argument.
@@ -294,7 +294,7 @@ def _is_meta_argument(value: Any, fake: FakeTensorMode) -> bool:
         )
     if isinstance(value, torch.device):
         return value == _CPU
-    return not isinstance(value, _SYMBOLIC)
+    return not isinstance(value, SYMBOLIC)
 
 
 def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any:

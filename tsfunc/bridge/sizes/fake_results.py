@@ -45,7 +45,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import SymBool, SymFloat, SymInt
+from torch import SymInt
 from torch._C import (
     DisableTorchFunction,
     _DisableTorchDispatch,
@@ -83,7 +83,7 @@ from tsfunc.bridge.sizes.strides import check_view, kernel_strides
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
-from tsfunc.bridge.tracers.user_queries import defer_guards, suppress_guards
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, defer_guards, suppress_guards
 from tsfunc.dispatch.state import overriding
 from tsfunc.ops.registry import Args, Kwargs
 
@@ -166,7 +166,7 @@ PLAIN: Final = frozenset({
     torch.memory_format,
 })  # fmt: skip
 
-_SYMBOLIC: Final = frozenset({SymInt, SymFloat, SymBool})
+_SYMBOLIC: Final = frozenset(SYMBOLIC)
 
 # The settings that results depend on: those of programs, and others that choose kernels, and with
 # them strides.

@@ -17,8 +17,8 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required, satisfying
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # the number of accepted other sizes at which results are compared
 ENOUGH = 2  # the least number of accepted sizes that a comparison needs
 _SMALL = 2**22  # elements
@@ -33,7 +33,7 @@ def symbols_among(values: Any) -> set[Any]:
             for size in (*leaf.shape, *leaf.stride()):
                 if isinstance(size, torch.SymInt):
                     symbols |= size.node.expr.free_symbols
-        elif isinstance(leaf, _SYMBOLIC):
+        elif isinstance(leaf, SYMBOLIC):
             symbols |= leaf.node.expr.free_symbols
     return symbols
 
@@ -129,7 +129,7 @@ class ShapeProbe:
             if isinstance(leaf, torch.Tensor):
                 shape, strides = at(leaf.shape, sizes), at(leaf.stride(), sizes)
                 return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
-            return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
+            return at([leaf], sizes)[0] if isinstance(leaf, SYMBOLIC) else leaf
 
         with DisableTorchFunction(), mode:
             try:
@@ -190,7 +190,7 @@ def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
     """Evaluate symbolic numbers at given sizes."""
     evaluated: list[Any] = []
     for value in values:
-        if not isinstance(value, _SYMBOLIC):
+        if not isinstance(value, SYMBOLIC):
             evaluated.append(value)
             continue
         expr = value.node.expr.xreplace(dict(sizes))
@@ -212,6 +212,6 @@ def _same_results(results: Any, others: Any, sizes: Mapping[Any, int]) -> bool:
             strides = zip(shape, at(x.stride(), sizes), y.stride(), strict=False)
             if shape != list(y.shape) or any(n > 1 and a != b for n, a, b in strides):
                 return False
-        elif isinstance(x, _SYMBOLIC) and at([x], sizes) != [y]:
+        elif isinstance(x, SYMBOLIC) and at([x], sizes) != [y]:
             return False
     return True

@@ -42,7 +42,7 @@ import torch.fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.sizes.expressions import FUNCTIONS_OF_MATH
-from tsfunc.bridge.tracers.operators import operator_of, overload_for
+from tsfunc.bridge.tracers.operators import C_FUNCTIONS, operator_of, overload_for
 from tsfunc.bridge.tracers.torch_settings import replaces_in_traces
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.bridge.tracers.user_queries import LISTS, PYTHON_TYPES, has_symbols, in_user_code
@@ -163,14 +163,10 @@ def _any_hooked(values: Sequence[Any]) -> bool:
 def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
     """Return the aten operator packet of a torch function with the same name, or None."""
     owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
-    if type(func) not in _C_FUNCTIONS or owner is None:
+    if type(func) not in C_FUNCTIONS or owner is None:
         return None
     packet = getattr(torch.ops.aten, func.__name__, None)
     return packet if isinstance(packet, OpOverloadPacket) else None
-
-
-# The types of torch's functions and methods that are written in C++.
-_C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 
 
 def _hinted(values: Sequence[Any]) -> list[Any]:
@@ -323,7 +319,7 @@ def _guarding_errors(operation: Callable[..., Any]) -> Callable[..., Any]:
             return operation(*operands)
         except (ArithmeticError, ValueError):
             for number in operands:
-                if type(number) in _SYMBOLIC and _known_in_trace(number):
+                if type(number) in _SYMBOLIC_NUMBERS and _known_in_trace(number):
                     bool(number == number.node.hint)
             raise
 
@@ -341,7 +337,7 @@ _OPERATIONS_THAT_RAISE: Final = (
     *(f"__{name}__" for name in _BINARY), *(f"__r{name}__" for name in _BINARY),
     "__floor__", "__ceil__", "__trunc__", "__round__",
 )  # fmt: skip
-_SYMBOLIC: Final = frozenset({torch.SymInt, torch.SymFloat})
+_SYMBOLIC_NUMBERS: Final = frozenset({torch.SymInt, torch.SymFloat})
 
 for _kind in (torch.SymInt, torch.SymFloat):
     for _name in _OPERATIONS_THAT_RAISE:
@@ -365,9 +361,10 @@ class _FunctionOfMath:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        if len(args) == 2 and self.function is _log and not _SYMBOLIC.isdisjoint(map(type, args)):
+        symbolic = not _SYMBOLIC_NUMBERS.isdisjoint(map(type, args))
+        if len(args) == 2 and self.function is _log and symbolic:
             return self(args[0]) / self(args[1])
-        if len(args) == 1 and type(args[0]) in _SYMBOLIC:
+        if len(args) == 1 and symbolic:
             return _of_number(self.function, args[0])
         return self.function(*args)
 

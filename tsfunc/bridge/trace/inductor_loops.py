@@ -9,8 +9,8 @@ import torch
 import torch.fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-# The argument with a loop's carries, and the argument with the operands of its body.
-_CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+from tsfunc.bridge.trace.torch_tracing import CARRIES
+
 _CHECK_ERRORS: Final = torch.ops.aten._linalg_check_errors.default
 _STACKED: Final = {"scan": 3, "map_impl": 2}
 
@@ -26,8 +26,8 @@ class PrepareLoops(CustomGraphPass):
             for body in _bodies(graph, node):
                 _own_results(body)
             with graph.inserting_before(node):
-                if name in _CARRIES:
-                    at = _CARRIES[name]
+                if name in CARRIES:
+                    at = CARRIES[name]
                     carries = tuple(_contiguous_clone(graph, x) for x in node.args[at])
                     node.update_arg(at, type(node.args[at])(carries))
                 if name in _STACKED:

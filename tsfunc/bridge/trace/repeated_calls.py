@@ -44,14 +44,13 @@ from tsfunc.bridge.sizes.fake_results import (
     IncompleteMetadataError,
 )
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
-from tsfunc.bridge.tracers.operators import TorchOperator, objects_in, operator_of
+from tsfunc.bridge.tracers.operators import C_FUNCTIONS, TorchOperator, objects_in, operator_of
 from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
 
 # The types of C functions of torch that call operators.
-_FUNCTIONS: Final = frozenset({type(torch.sin), type(torch.Tensor.add)})
 # The names that functions in Python use to warn.
 _WARNING: Final = frozenset({
     "warnings", "_get_softmax_dim", "legacy_get_enum", "legacy_get_string",
@@ -293,7 +292,7 @@ class RepeatedCalls:
 
 def _is_silent(func: Any) -> bool:
     """True for a function of torch in C++, or in Python without warnings."""
-    if type(func) in _FUNCTIONS:
+    if type(func) in C_FUNCTIONS:
         return True
     python = type(func) is FunctionType and func.__module__ == "torch.nn.functional"
     return python and not _may_warn(func)

@@ -28,6 +28,9 @@ from tsfunc.bridge.tracers.interrupts import resets, while_torch_traces
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.state import overriding
 
+CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+"""The index of the carry among the arguments of torch's loops; the operands of the body follow."""
+
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
     """Yield the operators that copy a view, each with the operator of the view."""

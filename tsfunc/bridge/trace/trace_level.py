@@ -63,13 +63,11 @@ from tsfunc.bridge.tracers.tracer import (
     TracerLevel,
     function_handler,
 )
-from tsfunc.bridge.tracers.user_queries import has_symbols, suppress_guards
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, has_symbols, suppress_guards
 from tsfunc.dispatch import DispatchKey, Operator, current_levels, register_fallback, running_level
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import source_line, user_location
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class BackwardHandler(Protocol):

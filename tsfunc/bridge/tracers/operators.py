@@ -47,6 +47,9 @@ from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """torch's own classes of tensors; instances of other classes have handlers or other storage."""
 
+C_FUNCTIONS: Final = (type(torch.sin), type(torch.Tensor.add))
+"""The types of functions and methods written in C, without slots such as ``__add__``."""
+
 # The fourth and fifth arguments of these operators are running statistics, which they write to in
 # training; most of their schemas do not declare this.
 STATISTICS = frozenset({

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch._C import _disabled_torch_function_impl
 
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import C_FUNCTIONS, TorchOperator, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handler
 from tsfunc.bridge.tracers.torch_state import (
     exclude_autocast_keys,
@@ -351,13 +351,9 @@ def _dispatched_call(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, An
     raise _NoForm
 
 
-# The types of functions and methods written in C, without slots such as ``__add__``.
-_FUNCTIONS: Final = (type(torch.sin), type(torch.Tensor.add))
-
-
 def has_forms(function: Any) -> bool:
     """True if torch may parse the arguments of an operator for a function."""
-    if not isinstance(function, _FUNCTIONS):
+    if not isinstance(function, C_FUNCTIONS):
         return False
     # Every object has __eq__: that of the namespace has no overloads.
     return hasattr(getattr(torch.ops.aten, function.__name__, None), "overloads")

@@ -31,7 +31,7 @@ from torch.overrides import resolve_name
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.modes_below import pop_modes, push_below_modes
-from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.operators import C_FUNCTIONS, operator_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -413,8 +413,7 @@ def call_below_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> An
 
 # The types of C functions; a Python function calls others, which reach the handlers again.
 C_TYPES = (
-    type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
-    type(torch.Tensor.__getitem__), OpOverload,
+    *C_FUNCTIONS, type(torch.Tensor.__add__), type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
 
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]

@@ -104,11 +104,10 @@ _HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handle
 # --- queries of symbolic sizes that add no guards
 
 
-PYTHON_TYPES: dict[type, Callable[[Any], Any]] = {
-    torch.SymInt: int,
-    torch.SymFloat: float,
-    torch.SymBool: bool,
-}
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+PYTHON_TYPES: dict[type, Callable[[Any], Any]] = dict(
+    zip(SYMBOLIC, (int, float, bool), strict=True)
+)
 """The types of symbolic numbers, with those of the numbers that they stand for."""
 LISTS = frozenset({list, tuple, torch.Size})
 """The sequences in which operators take numbers."""

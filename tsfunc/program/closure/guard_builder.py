@@ -72,7 +72,7 @@ from tsfunc.program.closure.closure_guards import (
     TypeOf,
 )
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.results import InputRef
+from tsfunc.program.closure.results import PLAIN, InputRef
 from tsfunc.types.values import same_value
 from tsfunc.user_code import user_location
 
@@ -229,10 +229,8 @@ def viewed_state(value: Any) -> tuple[str, Any] | None:
 # --- the guards of values
 
 
-_VALUES = (
-    int, bool, str, bytes, complex, type(None), torch.dtype, torch.layout, torch.memory_format,
-    torch.device, torch.Size, range,
-)  # fmt: skip
+# The subclasses of float are not guarded by value, nor are the members of enums.
+_VALUES = tuple(kind for kind in PLAIN if kind not in (float, enum.Enum))
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MANY = 64  # the elements of longer containers of plain values are compared as one value

@@ -41,7 +41,8 @@ from tsfunc.program.closure.side_effects import (
     new_effects,
     updates_of,
 )
-from tsfunc.program.closure.watched_objects import STATE, WatchedObject
+from tsfunc.program.closure.watched_objects import WatchedObject
+from tsfunc.types.inference import STATE
 from tsfunc.user_code import user_location
 
 _HOMES = frozenset({"__dict__", *STATE, "_non_persistent_buffers_set"})

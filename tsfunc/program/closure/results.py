@@ -38,7 +38,6 @@ of the tensors: ``model.fc.weight``, ``params['w']``.
 from __future__ import annotations
 
 import copy
-import enum
 import keyword
 import re
 import types
@@ -54,7 +53,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.tracers.reachable import held_by
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
-from tsfunc.types.values import same_value
+from tsfunc.types.values import PLAIN_VALUES, same_value
 
 # --- assignments of a traced function, which its program repeats at every call
 
@@ -229,10 +228,7 @@ def same_except_tensors(before: Any, after: Any) -> bool:
     return same_value(before, after)
 
 
-PLAIN = (
-    int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.layout,
-    torch.memory_format, torch.device, torch.Size, range,
-)  # fmt: skip
+PLAIN = (*PLAIN_VALUES, torch.Size, range)
 _FACTORIES = (type, types.FunctionType, types.BuiltinFunctionType, type(None))
 _SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
 

@@ -28,9 +28,9 @@ from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types
+from tsfunc.types.inference import STATE
 from tsfunc.user_code import is_installed, user_location
 
-STATE = ("_parameters", "_buffers", "_modules")
 """The dicts of a module in which torch keeps its parameters, buffers and submodules."""
 
 

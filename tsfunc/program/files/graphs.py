@@ -31,7 +31,7 @@ from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import operator_name
-from tsfunc.program.fields import Field
+from tsfunc.program.fields import IDENTIFIER, Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.files.operator_calls import (
@@ -173,7 +173,6 @@ def result_count(body: Body) -> int:
 # --- graphs as JSON, and back: a list of nodes, each with its call and its metadata
 
 
-_LONG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 # The list of values that generated code is called with.
 _RESERVED = frozenset({"args"})
 # The operator in a file that checks a size that depends on data.
@@ -365,7 +364,7 @@ class GraphReader:
         kinds = [kind for kind in NODE_KINDS if field.get(kind.key) is not None]
         if len(kinds) != 1:
             field.expected("a node")
-        name = field.at("name").text(_LONG_NAME, "the name of a node")
+        name = field.at("name").text(IDENTIFIER, "the name of a node")
         if name in self._nodes or name in _RESERVED or keyword.iskeyword(name):
             field.at("name").expected("another name")
         field.require_keys(("name", kinds[0].key, *kinds[0].keys), _OPTIONAL)
@@ -412,7 +411,7 @@ class GraphReader:
         args = tuple(self._values.decode(arg) for arg in field.at("args").items())
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():
-            if not _LONG_NAME.fullmatch(name) or keyword.iskeyword(name):
+            if not IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
                 value.fail("not the name of an argument")
             kwargs[name] = self._values.decode(value)
         return args, kwargs

@@ -40,6 +40,7 @@ from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
 from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.torch_tracing import (
+    CARRIES,
     contiguous_like,
     is_control_flow,
     is_strided,
@@ -179,10 +180,6 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
             _without_repeats(part)
 
 
-# The index of the carry among the arguments of torch's loops.
-_CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
-
-
 def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
     """Give operands and results of bodies memory of their own, and carries one layout.
 
@@ -199,7 +196,7 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
     for node in graph.nodes:
         if is_control_flow(node.target):
             args = list(node.args)
-            at = _CARRIES.get(str(node.target))
+            at = CARRIES.get(str(node.target))
             operands: list[torch.fx.Node] = []
             with graph.inserting_before(node):
                 if at is not None:

@@ -39,7 +39,7 @@ from tsfunc.program.closure.guard_codegen import (
     strides_condition,
     tensor_lines,
 )
-from tsfunc.program.fields import Field
+from tsfunc.program.fields import IDENTIFIER, Field
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
@@ -364,12 +364,9 @@ def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> 
     field.expected("a number, a value or a tensor")
 
 
-_NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
-
-
 def read_number_spec(field: Field, position: int, value: Any, taken: Collection[str]) -> NumberSpec:
     """Return a number among the arguments that may vary within its type."""
-    name = field.text(_NAME_OF_NUMBER, "the name of a number")
+    name = field.text(IDENTIFIER, "the name of a number")
     spec = NumberSpec(position, name, value)
     if type(value) not in (int, float) or not spec.admits(value):
         field.fail("only a number that is finite can be another one")

@@ -18,9 +18,10 @@ from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
+from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.graphs.torch_operators import Writer

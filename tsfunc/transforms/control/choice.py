@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.grad.linear_maps import value_batch_first
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer, current_trace
+from tsfunc.bridge.trace.trace_level import TraceTracer, current_trace
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import is_batched_in_functorch
@@ -17,6 +17,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import innermost_value, nested_tracers
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.errors import DataDependentError
 
 

@@ -11,7 +11,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import is_differentiable
-from tsfunc.bridge.trace.trace_level import SYMBOLIC, current_trace
+from tsfunc.bridge.trace.trace_level import current_trace
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.program.calling.capture import TraceRequest, capture

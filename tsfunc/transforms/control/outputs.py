@@ -18,9 +18,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbolic_numbers import kind_of, size_text
-from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.user_queries import same_number
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, same_number
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import DimSpec, MetaTensorType, TSTensor, TSType, of_value
