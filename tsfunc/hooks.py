@@ -30,7 +30,7 @@ class Hook(Generic[F]):
 
     @property
     def provided(self) -> F:
-        """The function of a hook to which one module adds one."""
+        """The function of a hook that has exactly one."""
         return self.functions[-1]
 
 

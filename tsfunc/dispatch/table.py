@@ -8,9 +8,9 @@ For an operator and a key the kernel is the first of these that is registered:
 3. the column: ``register_fallback(key)``, boxed: it gets ``(op, args, kwargs)``.
 
 If that kernel is ``fallthrough``, the next lower bit of the key set is tried. A key without any of
-the three is an error. ``BackendSelect`` is in every key set and falls through for an operator that
-has no cell for it; a row does not serve it, so that a backend's cell comes before the row. If no
-key is left (a call without tensor arguments), the row's kernel runs.
+the three is an error. Every key set has ``BackendSelect``. It falls through unless the operator has
+a cell for it. A row does not count as one: otherwise the row would come before the cells of the
+backends. If no key is left (a call without tensor arguments), the row's kernel runs.
 
 NOTE [state of a kernel]
 A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel

@@ -1,4 +1,4 @@
-"""Facts about batching rules: how they change the arguments if the batch dim is first.
+"""Shifts: how a batching rule changes its arguments if the batch dim is first, as data.
 
 Most rules of views, reductions and scans call the operator once, with each dim shifted past the
 batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this

@@ -71,13 +71,20 @@ class Assumptions:
     closure_tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def moved(self, **changes: Any) -> Assumptions:
-        """Return other assumptions; if the symbols are others, they have the hints of the call."""
+        """Return these assumptions with changes.
+
+        A change of what is a symbol resets ``other_hints`` and ``refusal``, which belong to the
+        old symbols.
+        """
         hints: dict[str, Any] = {"other_hints": frozenset(), "refusal": None}
         return replace(self, **(hints if changes.keys() & _OF_SYMBOLS else {}), **changes)
 
     @property
     def steps(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The progress of the assumptions: no number falls unless one of an earlier tuple rises."""
+        """The progress, which bounds the number of traces.
+
+        A number may fall only if a number of an earlier tuple rises.
+        """
         of_symbols = (
             self.narrowed,
             -len(self.varying),

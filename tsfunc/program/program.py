@@ -1,7 +1,7 @@
 """Programs as users see them: the data of a program, and the methods by which they go on from it.
 
-This module stands above the files, the pages and the exports that it makes, which take a program's
-data (``graphs/data.py``).
+Files, pages and exports take a ``ProgramData`` (``graphs/data.py``) and do not import this module,
+so that ``Program`` can import them.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class RecordedRun:
                 )
             )
         )
-        # Tensors of a level lose their graph with the level, those of a pass with the pass, and
-        # those of a jvp that the run is a part of at its end.
+        # A result escapes only if nothing will end its graph: it belongs to no level, is not made
+        # in a backward pass, and is not part of a jvp.
         escapes = outlives and level is None
         escapes = escapes and not in_backward_formula() and not self.in_jvp
         if create and not others and escapes and self._is_plain(lifted):

@@ -263,7 +263,7 @@ def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
     if randomness not in ("error", "different", "same", "split"):
         raise RuntimeError(
             f"Only allowed values for randomness are 'error', 'different', or 'same'. "
-            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
+            f"Got {randomness}. tsfunc also has 'split': each example draws as if alone."
         )
     if data_dependent not in ("error", "split"):
         raise ValueError(

@@ -120,7 +120,8 @@ class Symbols:
         sizes: the size of each dim in the call, if there is one.
         numbers: numbers among the arguments that stay symbolic, by name. Questions about them
             become conditions of the program.
-        read_as_numbers: the names of those whose texts, in the user's code, are texts of numbers.
+        read_as_numbers: the names of the numbers whose ``repr`` the user's code gets as that of a
+            plain number.
 
     Attributes:
         fake: the mode that computes results.

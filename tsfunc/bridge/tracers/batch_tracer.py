@@ -50,8 +50,8 @@ class BatchLevel(TracerLevel):
         random_keys: the keys of the call's random numbers, if examples draw as if alone.
         draw_count: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
         kind: the class of its tracers.
-        detaches_operands: True if tensors that are not tracers are constants for the level's
-            operators, without their graphs: NOTE [linear pullbacks] in ``linear_level``.
+        detaches_operands: True if the level's operators get plain tensors without their autograd
+            graphs, as constants: NOTE [linear pullbacks] in ``linear_level``.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
         splitter: chooses between examples with different answers; None refuses them.

@@ -10,9 +10,9 @@ them too.
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
 and the value of a number are not in the key. :func:`batch_tracer.unwrap_args` makes the kinds as it
-unwraps the arguments. Two facts are steps of the plan and not part of the key, because reading them
-costs more than the rest of the key for values that are tracers themselves: that operands have the
-same rank, and that a plain tensor does not require gradients.
+unwraps the arguments. Two facts are checked when the plan runs and are not in the key: that the
+operands have the same rank, and that a plain tensor does not require gradients. For values that are
+tracers, reading them costs more than the rest of the key.
 
 A function or an operator has one table of plans for calls that the level takes (``plans``) and one
 for calls that autograd records at the level first (``recorded``). The thread's state chooses the

@@ -164,7 +164,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
 
 
 def _capture(trace: _Trace) -> Program:
-    """Return the program of a trace; if there is none, call the functions that wait for that."""
+    """Return the program of a trace. If it fails, call the functions in ``level.failing`` first."""
     try:
         with undoing(trace.undo_assignments):
             return trace.program(trace.run())

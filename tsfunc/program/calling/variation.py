@@ -399,7 +399,7 @@ class Variation:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].
 
         Args:
-            called: True if the user has called; a program made ahead gives no warning.
+            called: False for a program that ``lower()`` makes ahead of any call, without a warning.
         """
         varied, served = self.cache.varied, self._served
         warning = self._warning(served) if called else None

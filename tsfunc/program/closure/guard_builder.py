@@ -30,9 +30,9 @@ input: the function computes with a symbolic number, in its place for the time o
 program reads the current value at every call. Questions about the number (``if lr > 0``) become
 guards. If the function can't be traced with the symbol (it is a key of a dict, say), or does
 something else with it than with the number (``isinstance``: the two programs are compared), the
-number stays guarded by its value, and each value has its own program. A difference with the number
-0 or 1 decides for that value alone, since ``x * 1`` has no operator. Variables are guarded by
-their values, because other threads may read them during the trace.
+number stays guarded by its value, and each value has its own program. If the two programs differ
+only because the number is 0 or 1 (``x * 1`` has no operator), that value alone stays guarded.
+Variables are guarded by their values, because other threads may read them during the trace.
 
 NOTE [contents that are shown]
 An object may show the contents of another: a view of a dict, a reference, a byte buffer, an enum

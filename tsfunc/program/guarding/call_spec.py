@@ -90,7 +90,7 @@ class CallSpec:
         return (*on_arguments, *dims, SizesAre(self.inputs), *self.trace_guards)
 
     def guard_lines(self, guards: Sequence[Guard] | None = None) -> GuardLines:
-        """Return the lines of the guards on the arguments; None takes those of this description."""
+        """Return the lines of the guards on the arguments, by default of this description's."""
         guards = self.guards() if guards is None else guards
         return guard_lines(guards, self.named_dims, len(self.leaves))
 

@@ -65,9 +65,9 @@ def repeat(
     Args:
         active: for each example, True if it makes the first step.
         step: takes a group, its state and the most steps to make; makes steps as long as all
-            examples of the group continue. Returns the next state, the number of steps, and a
-            mask of the examples that continue; instead of the mask a bool if all stop: True at the
-            end of the loop, False at the most steps.
+            examples of the group continue. Returns the next state, the number of steps made, and
+            one of these: a mask of the examples that continue; True if the loop has ended for all;
+            False if all have made the most steps.
         limit: the most steps of an example; by default any number.
 
     Returns:
