@@ -210,7 +210,7 @@ def test_levels_stack_up() -> None:
         with Level(B) as inner:
             assert dispatch.current_levels() == (outer, inner)
             assert (outer.depth, inner.depth) == (1, 2)
-            assert DispatchKeySet.from_bits(inner.bits) == DispatchKeySet.at(2, B)
+            assert DispatchKeySet.from_bits(inner.key_bit) == DispatchKeySet.at(2, B)
         assert dispatch.current_levels() == (outer,)
         assert outer.alive
         assert not inner.alive

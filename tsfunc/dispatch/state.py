@@ -340,17 +340,18 @@ class Level:
         autograd: nonzero while a transform records derivatives on the level's values.
         key: the key whose kernels the level runs.
         depth: 1 for the outermost level.
-        bits: the bit of (depth, key), which the level's values contribute to a call's key set.
+        key_bit: the bit of (depth, key), which the level's values contribute to a call's key set.
         alive: True until the transform ends.
         outer: the state that the level's kernels run under.
         name: the name of the level in error messages.
         binding: for a level without values, the text of the name that it binds; a program that is
             made inside of the level is valid for this binding only.
         forbids_random: True if random operators that reach the level raise an error.
+        restores: make the context managers under which the level's kernels run, beside ``outer``.
     """
 
-    __slots__ = ("_entered", "_inner", "_kernel_states", "_modal", "_restores", "_site", "alive",
-                 "bits", "depth", "key", "name", "outer")  # fmt: skip
+    __slots__ = ("_entered", "_inner", "_kernel_states", "_modal", "_site", "alive", "depth", "key",
+                 "key_bit", "name", "outer", "restores")  # fmt: skip
 
     autograd: int = 0
     binding: str = ""
@@ -362,7 +363,7 @@ class Level:
         self.key = key
         levels = captured.levels
         self.depth = depth = (levels[-1].depth if levels else _depth_elsewhere(captured)) + 1
-        self.bits = _masks(depth, key.priority)[0]
+        self.key_bit = _masks(depth, key.priority)[0]
         self.alive = True
         self.outer = captured
         self._modal = modal
@@ -371,10 +372,10 @@ class Level:
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
         captures = hooks.capture_state.functions
-        self._restores = tuple([capture() for capture in captures]) if captures else ()
+        self.restores = tuple([capture() for capture in captures]) if captures else ()
         if captured.recorder is not None:
             # Keeps the level's calls without plans also on threads with a plain state.
-            self._restores += (nullcontext,)
+            self.restores += (nullcontext,)
         self._entered = False
 
     @property
@@ -389,7 +390,7 @@ class Level:
                 # them.
                 inward = _masks(depth, self.key.priority)[1]
                 mask |= inward & ~excluded if excluded else inward
-            include = outer.include | self.bits if self._modal else outer.include
+            include = outer.include | self.key_bit if self._modal else outer.include
             state = self._inner = State(
                 include, mask, (*outer.levels, self), None, excluded, outer.recorder,
                 outer.remap_args,
@@ -399,6 +400,10 @@ class Level:
     @inner.setter
     def inner(self, state: State) -> None:
         self._inner = state
+
+    def replace_states(self, outer: State, inner: State) -> None:
+        """Replace the states of the level's kernels and of the code inside of it."""
+        self.outer, self._inner, self._kernel_states = outer, inner, {}
 
     def __enter__(self: L) -> L:
         if self._entered or tls.state is not self.outer:
@@ -454,7 +459,7 @@ class Level:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Context manager: restore the state outside of this package that the level captured."""
-        return _restoring(self._restores) if self._restores else _NOTHING_TO_RESTORE
+        return _restoring(self.restores) if self.restores else _NOTHING_TO_RESTORE
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -482,15 +487,16 @@ class replacing_captured_levels:
         self._inside, self._seen = inside, seen
 
     def __enter__(self) -> None:
-        self._previous = [(x.outer, x.inner, x._kernel_states) for x in self._inside]
+        self._previous = [(level, level.outer, level.inner) for level in self._inside]
         for level in self._inside:
-            level.outer = level.outer.replace(levels=self._seen(level.outer.levels))
-            level.inner = level.inner.replace(levels=self._seen(level.inner.levels))
-            level._kernel_states = {}
+            level.replace_states(
+                level.outer.replace(levels=self._seen(level.outer.levels)),
+                level.inner.replace(levels=self._seen(level.inner.levels)),
+            )
 
     def __exit__(self, *exc: object) -> None:
-        for level, (outer, inner, kernels) in zip(self._inside, self._previous, strict=True):
-            level.outer, level.inner, level._kernel_states = outer, inner, kernels
+        for level, outer, inner in self._previous:
+            level.replace_states(outer, inner)
 
 
 def outside_all_levels() -> AbstractContextManager[None]:

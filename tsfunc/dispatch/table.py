@@ -138,7 +138,7 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = tls.state
         keys, level = keys_of_arguments(args, kwargs)
-        if level is not None and level.autograd and level.alive and level.bits & state.mask:
+        if level is not None and level.autograd and level.alive and level.key_bit & state.mask:
             return self.run_on_backend(args, kwargs)
         return self._run((keys | state.include | global_set.bits) & state.mask, level, args,
                          kwargs, True)  # fmt: skip
@@ -172,7 +172,7 @@ class Operator:
         keys, inner = keys_of_arguments(args, kwargs)
         if inner is not None and inner.depth > level.depth:
             level = inner
-        return self._run(keys | level.bits, level, args, kwargs, True)
+        return self._run(keys | level.key_bit, level, args, kwargs, True)
 
     def run_key(
         self, key: DispatchKey, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -174,7 +174,12 @@ def _has_bounds_alike(kinds: Sequence[Any]) -> bool:
 
 
 @function_rules.replace(
-    torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, numbers=True, leaves=_has_bounds_alike
+    torch.clamp,
+    Tensor.clamp,
+    torch.clip,
+    Tensor.clip,
+    numbers=True,
+    left_to_torch=_has_bounds_alike,
 )
 def _clamp(input: Tensor, min: Any = None, max: Any = None, *, out: Tensor | None = None) -> Any:
     """``clamp`` between a number and a tensor without dims, which torch reads as a number."""
@@ -185,7 +190,12 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None, *, out: Tensor | Non
 
 
 @function_rules.replace(
-    torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_, numbers=True, leaves=_has_bounds_alike
+    torch.clamp_,
+    Tensor.clamp_,
+    torch.clip_,
+    Tensor.clip_,
+    numbers=True,
+    left_to_torch=_has_bounds_alike,
 )
 def _clamp_inplace(input: Tensor, min: Any = None, max: Any = None) -> Any:
     if not _is_number_beside_tensor(min, max):
@@ -359,7 +369,9 @@ def _has_no_numbers(kinds: Sequence[Any]) -> bool:
     return not any(kind is int or kind is float for kind in kinds)
 
 
-@function_rules.replace(F.scaled_dot_product_attention, leaves=_has_no_numbers)  # without dropout
+@function_rules.replace(
+    F.scaled_dot_product_attention, left_to_torch=_has_no_numbers
+)  # without dropout
 def _attention(
     query: Tensor,
     key: Tensor,

@@ -110,9 +110,13 @@ _PLAIN: Final = frozenset({torch.Tensor, type(None)})
 
 function_rules: Final = FunctionRules()
 function_rules.add(
-    Stage.METHOD, _index_put, torch.index_put, torch.Tensor.index_put, leaves=_has_plain_indices
+    Stage.METHOD,
+    _index_put,
+    torch.index_put,
+    torch.Tensor.index_put,
+    left_to_torch=_has_plain_indices,
 )
 function_rules.add(
     Stage.METHOD, _index_put_inplace, torch.index_put_, torch.Tensor.index_put_,
-    leaves=_has_plain_indices,
+    left_to_torch=_has_plain_indices,
 )  # fmt: skip

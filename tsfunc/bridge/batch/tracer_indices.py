@@ -385,7 +385,7 @@ _PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor}
 function_rules: Final = FunctionRules()
 for _rule, _function in ((_get, _T.__getitem__), (_set, _T.__setitem__)):
     function_rules.add(
-        Stage.METHOD, _rule, _function, leaves=_has_plain_index, shifts=(int(Shift.INDEX),)
+        Stage.METHOD, _rule, _function, left_to_torch=_has_plain_index, shifts=(int(Shift.INDEX),)
     )
 function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
 function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)

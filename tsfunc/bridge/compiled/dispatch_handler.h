@@ -329,7 +329,7 @@ class DispatchHandler : public c10::OperatorKernel {
     Owned plan = Owned::copy(find_plan(plans, records ? slots.recorded : slots.plans, call));
     if (!plan) return false;  // the call in Python leaves one behind
     if (records) {
-      if (slot(plan.get(), slots.innermost) == Py_True || !can_record(plan.get())) return false;
+      if (slot(plan.get(), slots.needs_outer_dims_first) == Py_True || !can_record(plan.get())) return false;
       lift_operands(plan.get(), call.level, stack);
       op.callBoxed(&stack);
       return true;

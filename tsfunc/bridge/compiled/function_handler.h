@@ -25,8 +25,8 @@ void each_tensor_of(PyObject* arg, F see) {
 
 // The handler of the operator that torch calls for a function, or null if a plan does not know it, or
 // a mode is to see the call.
-DispatchHandler* parsed_operator(PyObject* plan) {
-  PyObject* form = slot(plan, slots.parsed);
+DispatchHandler* torch_operator(PyObject* plan) {
+  PyObject* form = slot(plan, slots.torch_form);
   if (!is_set(form) || at::impl::PythonTorchFunctionTLS::stack_len() != 0) return nullptr;
   return handler_of(slot(form, slots.form_operator));
 }
@@ -46,10 +46,10 @@ Owned call_on_values(
     PyObject* func, PyObject* plan, FunctionCall& call, bool direct, PyObject* state,
     PyObject* kwnames, PyObject* written) {
   DispatchHandler* handler = nullptr;
-  if (!call.function_subclass && (direct || can_shift(plan, call))) handler = parsed_operator(plan);
+  if (!call.function_subclass && (direct || can_shift(plan, call))) handler = torch_operator(plan);
   Stack stack;
   if (handler != nullptr) {
-    stack = stack_of_values(handler, slot(plan, slots.parsed), call, written != nullptr);
+    stack = stack_of_values(handler, slot(plan, slots.torch_form), call, written != nullptr);
     if (direct)
       pad(stack, call);
     else if (!shift_arguments(plan, call, stack))
@@ -70,7 +70,7 @@ Owned call_on_values(
     if (handler != nullptr) {
       handler->call_below(handler->handle(), stack, call, outer);
       under.reset();
-      return from_stack(stack, slot(slot(plan, slots.parsed), slots.result_class), result);
+      return from_stack(stack, slot(slot(plan, slots.torch_form), slots.result_class), result);
     }
     if (!direct && !call.outer_tracers && call.count() == 2) {  // x[index]
       PyObject** values = call.values();
@@ -120,8 +120,8 @@ Owned call_by_plan(
   if (found == nullptr) return Owned();
   PyObject* training = slot(found, slots.training);
   if (is_set(training) && call.values()[PyLong_AsLong(training)] != Py_False) return Owned();
-  if (slot(found, slots.innermost) == Py_True && !call.all([](PyObject* value) {
-        return value == nullptr || is_innermost(&value, 1);
+  if (slot(found, slots.needs_outer_dims_first) == Py_True && !call.all([](PyObject* value) {
+        return value == nullptr || has_outer_dims_first(&value, 1);
       }))
     return Owned();
   auto stack_of_tracers = [&](DispatchHandler* handler, PyObject* form) {
@@ -131,9 +131,9 @@ Owned call_by_plan(
   };
   // Call torch on the tracers: the operator, whose arguments a plan may know.
   auto to_torch = [&](PyObject* plan) {
-    DispatchHandler* handler = parsed_operator(plan);
+    DispatchHandler* handler = torch_operator(plan);
     if (handler == nullptr) return call_below(func, given.data(), positional, kwnames);
-    PyObject* form = slot(plan, slots.parsed);
+    PyObject* form = slot(plan, slots.torch_form);
     Stack stack = stack_of_tracers(handler, form);
     handler->handle().callBoxed(&stack);
     return from_stack(stack, slot(form, slots.result_class), [](const at::Tensor& tensor) {
@@ -142,9 +142,9 @@ Owned call_by_plan(
   };
   // Repeat the recipe of the operator that torch would call.
   auto repeat = [&](PyObject* plan) {
-    DispatchHandler* handler = parsed_operator(plan);
+    DispatchHandler* handler = torch_operator(plan);
     if (handler == nullptr) return Owned();
-    PyObject* form = slot(plan, slots.parsed);
+    PyObject* form = slot(plan, slots.torch_form);
     return handler->repeat(
         plan, call, state.get(), [&] { return stack_of_values(handler, form, call, false); },
         [&] { return stack_of_tracers(handler, form); }, slot(form, slots.result_class));
@@ -152,7 +152,7 @@ Owned call_by_plan(
   // One of these; null if torch refuses the call and the function's own method in Python may have a
   // result: a copy where a batch has no view.
   auto to_torch_or_method = [&](PyObject* plan, bool may_repeat) {
-    bool has_method = slot(plan, slots.innermost) == Py_True;
+    bool has_method = slot(plan, slots.needs_outer_dims_first) == Py_True;
     try {
       Owned out = may_repeat ? repeat(plan) : Owned();
       return out ? std::move(out) : to_torch(plan);
@@ -169,8 +169,8 @@ Owned call_by_plan(
     // C++ records the call at the level, and it comes back to the dispatch handler.
     if (!can_record(found)) return Owned();
     std::vector<Owned> lifted;  // NOTE [operands of outer levels]
-    if (are_lifted(found, is_true(slot(level, slots.forward)), visit)) {
-      PyObject* places = slot(found, slots.unrecorded);
+    if (need_lifting(found, is_true(slot(level, slots.forward)), visit)) {
+      PyObject* places = slot(found, slots.plain_positions);
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
         PyObject*& arg = given[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
         if (kwnames != nullptr || !THPVariable_CheckExact(arg)) return Owned();
@@ -186,10 +186,10 @@ Owned call_by_plan(
   bool direct = is_direct(plan.get(), call);
   // A dispatch mode would get a call of torch on tracers, below autograd; it gets the calls of the
   // rule on values from Python.
-  bool below = !direct && slot(plan.get(), slots.below) == Py_True &&
+  bool may_go = !direct && slot(plan.get(), slots.may_go_to_torch) == Py_True &&
       !any_autocast() &&  // NOTE [autocast and rules]
       !c10::impl::dispatch_mode_enabled();
-  if (direct || below) {
+  if (direct || may_go) {
     bool writes = slot(plan.get(), slots.writes) == Py_True;
     Owned out = call_on_values(
         func, plan.get(), call, direct, state.get(), kwnames,
@@ -198,7 +198,7 @@ Owned call_by_plan(
   }
   // torch calls the operator, whose plan the dispatch handler runs, unless its recipe is known.
   bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
-  if (!below || are_lifted(plan.get(), tangents, visit)) return Owned();
+  if (!may_go || need_lifting(plan.get(), tangents, visit)) return Owned();
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
       {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
   return to_torch_or_method(plan.get(), true);

@@ -68,15 +68,16 @@ bool reaches(PyObject* state, PyObject* level) {
   int overflow = 0;
   if (PyLong_AsLongLongAndOverflow(slot(state, slots.mask), &overflow) == -1 && overflow == 0)
     return true;  // no key is masked
-  Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
+  Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.key_bit)));
   return Py_SIZE(reached.get()) != 0;
 }
 
 // The state in which the kernels of a level run.
 Owned kernel_state(PyObject* level) {
-  PyObject* known = PyDict_GetItemWithError(slot(level, slots.kernel_states), slot(level, slots.bit));
+  PyObject* index = slot(level, slots.key_index);
+  PyObject* known = PyDict_GetItemWithError(slot(level, slots.kernel_states), index);
   if (known != nullptr) return Owned::copy(known);
-  return checked(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
+  return checked(PyObject_CallMethodOneArg(level, names.kernel_state, index));
 }
 
 // Set the thread's dispatch state for a block, and put the previous one back.
@@ -103,7 +104,8 @@ class UnderState {
   PyObject* previous_;
 };
 
-// The dispatch keys and the grad mode that a level captured: torch_state.TorchState.
+// The dispatch keys that a level captured, torch_state.TorchState, and the grad mode on its values,
+// torch_state.records_on_values.
 struct Captured {
   explicit Captured(PyObject* level) {
     PyObject* state = slot(level, slots.torch_state);

@@ -76,12 +76,12 @@ struct Names {
 // here, and the name of the slot.
 #define SLOTS(X)                                                                                \
   X("tracer", value, "value") X("tracer", bdim, "bdim") X("tracer", level, "dispatch_level")    \
-  X("level", alive, "alive") X("level", restores, "_restores") X("level", autograd, "autograd") \
-  X("level", forward, "forward") X("level", outer, "outer") X("level", bits, "bits")            \
-  X("level", bit, "bit") X("level", depth, "depth") X("level", torch_state, "torch_state")      \
-  X("level", batch_size, "batch_size") X("level", kind, "kind")                                 \
-  X("level", kernel_states, "_kernel_states") X("level", splitter, "splitter")                  \
-  X("level", detaches_operands, "detaches_operands")                                            \
+  X("level", alive, "alive") X("level", restores, "restores") X("level", autograd, "autograd")  \
+  X("level", forward, "forward") X("level", outer, "outer") X("level", key_bit, "key_bit")      \
+  X("level", key_index, "key_index") X("level", depth, "depth")                                 \
+  X("level", torch_state, "torch_state") X("level", batch_size, "batch_size")                   \
+  X("level", kind, "kind") X("level", kernel_states, "_kernel_states")                          \
+  X("level", splitter, "splitter") X("level", detaches_operands, "detaches_operands")           \
   X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")           \
   X("state", levels, "levels")                                                                  \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")               \
@@ -90,13 +90,14 @@ struct Names {
   X("operator", direct_rule, "direct_rule") X("operator", by_tracers, "by_tracers")             \
   X("operator", overload, "overload") X("operator", composite, "composite")                     \
   X("operator", written, "written") X("operator", inplace, "inplace")                           \
-  X("operator", keywords, "keywords")                                                           \
-  X("operator", operator_plans, "plans")                                                        \
+  X("operator", keywords, "keywords") X("operator", operator_plans, "plans")                    \
   X("plans", plans, "plans") X("plans", recorded, "recorded")                                   \
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
-  X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", below, "below")           \
-  X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")   \
-  X("plan", writes, "writes") X("plan", parsed, "parsed") X("plan", training, "training")       \
+  X("plan", dim, "dim") X("plan", shifts, "shifts") X("plan", recipes, "recipes")               \
+  X("plan", plain_positions, "plain_positions")                                                 \
+  X("plan", needs_outer_dims_first, "needs_outer_dims_first")                                   \
+  X("plan", may_go_to_torch, "may_go_to_torch") X("plan", torch_form, "torch_form")             \
+  X("plan", writes, "writes") X("plan", training, "training")                                   \
   X("form", form_operator, "op") X("form", places, "places") X("form", packed, "packed")        \
   X("form", result_class, "result")
 struct Slots {

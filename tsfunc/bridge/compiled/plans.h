@@ -53,13 +53,13 @@ bool is_plain_slice(PyObject* object) {
   return true;
 }
 
-// call_plans.is_innermost.
-bool is_innermost(PyObject* const* items, Py_ssize_t count) {
+// call_plans.has_outer_dims_first.
+bool has_outer_dims_first(PyObject* const* items, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = items[i];
     if (PySlice_Check(item) && !is_plain_slice(item)) return false;
     if (is_sequence(item) &&
-        !is_innermost(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
+        !has_outer_dims_first(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
       return false;
     while (is_tracer(item)) {
       PyObject* bdim = bdim_of(item);
@@ -77,11 +77,11 @@ bool needs_lift(const at::Tensor& value, bool forward) {
       (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
 }
 
-// call_plans.are_lifted, where visit(i, see) shows the tensors of the argument at a position.
+// call_plans.need_lifting, where visit(i, see) shows the tensors of the argument at a position.
 template <class F>
-bool are_lifted(PyObject* plan, bool forward, F visit) {
+bool need_lifting(PyObject* plan, bool forward, F visit) {
   bool lifted = false;
-  PyObject* places = slot(plan, slots.unrecorded);
+  PyObject* places = slot(plan, slots.plain_positions);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i)
     visit(PyLong_AsLong(PyTuple_GET_ITEM(places, i)), [&](const at::Tensor& value) {
       lifted |= needs_lift(value, forward);
@@ -93,7 +93,7 @@ bool are_lifted(PyObject* plan, bool forward, F visit) {
 // the operator's arguments have their places in the plan.
 void lift_operands(PyObject* plan, PyObject* level, Stack& stack) {
   bool forward = is_true(slot(level, slots.forward));
-  PyObject* places = slot(plan, slots.unrecorded);
+  PyObject* places = slot(plan, slots.plain_positions);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
     c10::IValue& value = stack[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
     value = with_tensors(value, [&](const at::Tensor& tensor) {

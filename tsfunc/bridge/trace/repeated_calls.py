@@ -170,9 +170,9 @@ class RepeatedCalls:
             not state.plain
             or state.remap_args is not None
             or self._bodies
-            or level._restores
+            or level.restores
             or not level.alive
-            or not state.mask & level.bits
+            or not state.mask & level.key_bit
             or _functorch.maybe_current_level() is not None
             or in_dispatch_modes()
             or torch.is_inference_mode_enabled()

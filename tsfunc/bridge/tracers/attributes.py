@@ -115,7 +115,7 @@ function_rules.add(Stage.METHOD, metadata, *_existing(
 ))  # fmt: skip
 # C++ resets the hooks of a tensor that it writes in place.
 _hooks: Any = _T._backward_hooks
-function_rules.add(Stage.METHOD, metadata, _hooks.__set__, leaves=lambda kinds: True)
+function_rules.add(Stage.METHOD, metadata, _hooks.__set__, left_to_torch=lambda kinds: True)
 function_rules.add(Stage.METHOD, _make_dual, torch._VF._make_dual)
 function_rules.add(
     Stage.METHOD, _detach, _T.detach, torch.detach, *_existing("data", attributes=True)

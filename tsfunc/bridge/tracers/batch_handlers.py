@@ -41,11 +41,11 @@ from tsfunc.bridge.tracers.call_plans import (
     CallPlan,
     CallPlanTable,
     PlanStep,
-    are_lifted,
     arguments_of,
     bdims_at_call,
     fits,
-    is_innermost,
+    has_outer_dims_first,
+    need_lifting,
     plans_of_function,
     plans_of_operator,
 )
@@ -136,10 +136,10 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     else:
         level, values, kinds = unwrap_args(args)
         key = tuple(kinds)
-    if level is None or not level.alive or level._restores or maybe_functorch_level() is not None:
+    if level is None or not level.alive or level.restores or maybe_functorch_level() is not None:
         return NotImplemented
     state = tls.state
-    if overload and not state.mask & level.bits:
+    if overload and not state.mask & level.key_bit:
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
         plan = plans.recorded.get(key) or plans.make_recorded(func, args, kwargs, kinds, key)
@@ -166,9 +166,9 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if step is _COMPOSITE:
             return call_below_function(func, types, args, kwargs)
         if step is _BELOW_AUTOGRAD:
-            if plan.innermost and not is_innermost(values):
+            if plan.needs_outer_dims_first and not has_outer_dims_first(values):
                 return NotImplemented
-            if plan.unrecorded and are_lifted(plan, values, level):
+            if plan.plain_positions and need_lifting(plan, values, level):
                 return NotImplemented
             with without_autograd():
                 return call_below_function(func, types, args, kwargs)
@@ -233,11 +233,11 @@ def _is_recordable(plan: CallPlan, level: BatchLevel, values: Sequence[Any]) -> 
     """True if torch, which a plan calls, records the call at the level and no outer one."""
     if plan.step is _TABLE or is_inference_mode_enabled():
         return False
-    if plan.innermost and not is_innermost(values):
+    if plan.needs_outer_dims_first and not has_outer_dims_first(values):
         return False
     if plan.step is _COMPOSITE and any_autocast():
         return False  # NOTE [autocast and rules]
-    return not (plan.unrecorded and are_lifted(plan, values, level))
+    return not (plan.plain_positions and need_lifting(plan, values, level))
 
 
 def _wrapped(
@@ -285,12 +285,12 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     else:
         level, values, kinds = unwrap_args(args)
         key = tuple(kinds)
-    if level is None or not level.alive or level._restores:
+    if level is None or not level.alive or level.restores:
         return NotImplemented
     if op.composite and is_autocasting():
         return NotImplemented  # the guard of the level handles it: NOTE [autocast and rules]
     state = tls.state
-    if not state.plain or not state.mask & level.bits:
+    if not state.plain or not state.mask & level.key_bit:
         return NotImplemented
     grad = is_grad_enabled()
     if not grad and is_inference_mode_enabled():
@@ -315,7 +315,7 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     want = records_on_values(captured)
     if want is not grad:
         _set_grad_enabled(want)
-    tls.state = level.kernel_state(level.bit)
+    tls.state = level.kernel_state(level.key_index)
     try:
         direct = step is _DIRECT or (
             (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
@@ -356,7 +356,7 @@ def _alias(args: Sequence[Any]) -> Any:
     if type(x) is not SlottedBatchTracer or not state.plain:
         return NotImplemented
     level = x.dispatch_level
-    if not level.alive or level._restores or not state.mask & level.bits:
+    if not level.alive or level.restores or not state.mask & level.key_bit:
         return NotImplemented
     return x.aliased_here()
 

@@ -49,6 +49,7 @@ class BatchLevel(TracerLevel):
         generators: the initial states of torch's generators, for a call that runs in parts.
         random_keys: the keys of the call's random numbers, if examples draw as if alone.
         draw_count: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
+        key_index: the index of ``key_bit``.
         kind: the class of its tracers.
         detaches_operands: True if the level's operators get plain tensors without their autograd
             graphs, as constants: NOTE [linear pullbacks] in ``linear_level``.
@@ -58,9 +59,9 @@ class BatchLevel(TracerLevel):
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "detaches_operands", "draw_count", "first",
-                 "generators", "kind", "lifts_factories", "random_keys", "randomness", "splitter",
-                 "spread_over", "strict")  # fmt: skip
+    __slots__ = ("axis_name", "batch_size", "detaches_operands", "draw_count", "first",
+                 "generators", "key_index", "kind", "lifts_factories", "random_keys", "randomness",
+                 "splitter", "spread_over", "strict")  # fmt: skip
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class BatchLevel(TracerLevel):
         self.spread_over: tuple[Any, ...] = ()
         self.lifts_factories = 0
         self.detaches_operands = False
-        self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
+        self.key_index = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         value = self.lift_for_outer_traces(value)

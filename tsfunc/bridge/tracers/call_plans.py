@@ -90,15 +90,16 @@ class CallPlan:
         first: for a ``BROADCAST`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
-        parsed: the form in which torch calls the function's operator, for compiled handlers, which
-            call the operator itself; None if the types of the arguments do not determine it.
+        torch_form: the form in which torch calls the function's operator, for compiled handlers,
+            which call the operator itself; None if the types of the arguments do not determine it.
         recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None. The
             plan of a Python function keeps those recipes of its operator that its calls have used.
-        unrecorded: the positions of plain tensors, and of lists with plain tensors, none of which
-            autograd may record: the call would need them lifted (``needs_lift``).
-        innermost: True if :func:`is_innermost` must hold for the values, if torch is called.
-        below: True if compiled handlers may leave a call of a rule to torch, whose operators have
-            plans of their own.
+        plain_positions: where the arguments have plain tensors, alone or in lists. If autograd
+            records one of these, the plan does not hold: the table lifts it (``needs_lift``).
+        needs_outer_dims_first: True if torch may be called only on values whose outer batch dims
+            come first (:func:`has_outer_dims_first`).
+        may_go_to_torch: True if the compiled handlers may call torch in place of the rule. The
+            operators that torch then calls have their own plans.
         training: the position of the argument that must be False, because a random function in
             training has no plan; or None.
         form: the conversion of the arguments to an operator's schema, or None.
@@ -106,8 +107,9 @@ class CallPlan:
     """
 
     __slots__ = (
-        "bdims", "below", "dim", "first", "form", "function", "innermost", "operator", "parsed",
-        "recipes", "rule", "shifts", "step", "target", "training", "unrecorded", "writes",
+        "bdims", "dim", "first", "form", "function", "may_go_to_torch", "needs_outer_dims_first",
+        "operator", "plain_positions", "recipes", "rule", "shifts", "step", "target", "torch_form",
+        "training", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -124,14 +126,14 @@ class CallPlan:
         self.target = function if operator is None else operator.overload
         self.dim: int | None = None
         self.bdims: list[Any] | None = None
-        self.unrecorded: tuple[int, ...] = ()
+        self.plain_positions: tuple[int, ...] = ()
         self.form: Form | None = None
         self.first = True
         self.shifts: tuple[int, ...] | None = None
-        self.parsed: Form | None = None
+        self.torch_form: Form | None = None
         self.recipes: Any = None
-        self.innermost = False
-        self.below = False
+        self.needs_outer_dims_first = False
+        self.may_go_to_torch = False
         self.training: int | None = None
         self.writes = operator is not None and operator.inplace
 
@@ -183,7 +185,7 @@ class CallPlanTable:
             plan = TABLE
             if self.training < len(args) and all(map(is_plain, kinds)):
                 plan = CallPlan(PlanStep.COMPOSITE)
-                plan.training, plan.parsed = self.training, _parsed(function, args, kwargs)
+                plan.training, plan.torch_form = self.training, _torch_form(function, args, kwargs)
         elif self._depends_on_modes(kwargs, kinds[len(args) :]):
             return TABLE
         else:
@@ -234,7 +236,7 @@ def plans_of_function(function: Any) -> CallPlanTable | None:
         and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
     )
     method = registry.find(Stage.METHOD, function)
-    below = method is not None and method.leaves is not None
+    below = method is not None and method.left_to_torch is not None
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
     planned = rule is not None or may_parse or composite or below
     table = CallPlanTable(None, rule, may_parse, composite) if planned else None
@@ -282,33 +284,35 @@ def _function_plan(
         return TABLE
     if function in OF_ONE_OPERATOR and type(kinds[0]) is int and compiled.load() is not None:
         return COMPOSITE
-    if _serves_numbers(function) and not _leaves(Stage.METHOD, function, kinds):
+    if _serves_numbers(function) and not _is_left_to_torch(Stage.METHOD, function, kinds):
         return TABLE  # a tensor stands for a number
     writes = function in WRITERS
     rule = table.rule
-    if writes and (type(kinds[0]) is not int or not _leaves(Stage.WRITE, function, kinds)):
+    if writes and (
+        type(kinds[0]) is not int or not _is_left_to_torch(Stage.WRITE, function, kinds)
+    ):
         rule = None  # the written tensor becomes a batched tracer first (``writes``)
     if rule is not None and table.takes(kwargs, kinds[len(args) :]):
         direct = None
         if rule.rule in (pointwise, pointwise_inplace):
             direct = _direct_plan(function, rule.rule, kinds, len(args))
         if direct is not None:
-            direct.below, direct.writes = isinstance(function, C_TYPES), writes
-            direct.parsed = _parsed(function, args, kwargs)
+            direct.may_go_to_torch, direct.writes = isinstance(function, C_TYPES), writes
+            direct.torch_form = _torch_form(function, args, kwargs)
             return direct
         plan = CallPlan(PlanStep.RULE, function, rule.rule)
         plan.bdims = _bdims_of_kinds(kinds[: len(args)])
-        plan.below = isinstance(function, C_TYPES) and (
-            function not in METHODS or _leaves(Stage.METHOD, function, kinds)
+        plan.may_go_to_torch = isinstance(function, C_TYPES) and (
+            function not in METHODS or _is_left_to_torch(Stage.METHOD, function, kinds)
         )
-        plan.innermost, plan.writes = function in METHODS, writes
-        if plan.below:
-            plan.parsed = _parsed(function, args, kwargs)
+        plan.needs_outer_dims_first, plan.writes = function in METHODS, writes
+        if plan.may_go_to_torch:
+            plan.torch_form = _torch_form(function, args, kwargs)
             _shift_function(plan, function, kwargs, kinds)
         return plan
     if writes or (function in METHODS and not table.may_parse):
         plan = _below_plan(function, args, kwargs, kinds)
-        plan.writes = plan.below and writes and type(kinds[0]) is int
+        plan.writes = plan.may_go_to_torch and writes and type(kinds[0]) is int
         if plan.writes:
             _shift_function(plan, function, kwargs, kinds)
         return plan
@@ -321,7 +325,7 @@ def _function_plan(
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
         plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
-        plan.below, plan.parsed = True, form
+        plan.may_go_to_torch, plan.torch_form = True, form
         plan.target = _target(op)
         _shift_function(plan, function, kwargs, kinds)
     elif decomposition is not None:
@@ -344,7 +348,7 @@ def _target(op: TorchOperator) -> Any:
     return op.overload if function is None or reduction is not None else function
 
 
-def _parsed(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
+def _torch_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     """Return the form of a call for compiled handlers; None if there are none.
 
     The operator must have the function's meaning for tracers: ``aten::detach`` is also autograd's
@@ -360,7 +364,7 @@ def _shift_function(
     plan: CallPlan, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
 ) -> None:
     """Note in a plan how a call's arguments change if the batch dims are the first."""
-    method, form = registry.find(Stage.METHOD, function), plan.parsed
+    method, form = registry.find(Stage.METHOD, function), plan.torch_form
     if method is not None and method.shifts is not None:
         moved = kwargs or type(kinds[0]) is not int or _are_moved(kinds)
         plan.shifts = None if moved else method.shifts
@@ -391,7 +395,7 @@ def bdims_at_call(
 def _below_plan(function: Any, args: Args, kwargs: Kwargs, kinds: Sequence[Any]) -> CallPlan:
     """Return the plan of a function's call that torch makes operators of, below autograd."""
     plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, args, kwargs, kinds)
-    plan.below = plan is not TABLE
+    plan.may_go_to_torch = plan is not TABLE
     return plan
 
 
@@ -405,7 +409,7 @@ def _plan_of_torch(
     """
     count = len(kinds) - len(kwargs)
     for stage, rules in ((Stage.METHOD, METHODS), (Stage.WRITE, WRITERS)):
-        if function in rules and not _leaves(stage, function, kinds):
+        if function in rules and not _is_left_to_torch(stage, function, kinds):
             return TABLE
     if not _no_tensors(kinds[count:]):
         return TABLE
@@ -417,27 +421,27 @@ def _plan_of_torch(
         if not PLAIN_TENSORS.isdisjoint(leaves):
             plain.append(position)
     plan = CallPlan(step)
-    plan.parsed = _parsed(function, args, kwargs)
-    plan.innermost = function in METHODS
-    plan.unrecorded = tuple(plain)
+    plan.torch_form = _torch_form(function, args, kwargs)
+    plan.needs_outer_dims_first = function in METHODS
+    plan.plain_positions = tuple(plain)
     return plan
 
 
-def _leaves(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool:
+def _is_left_to_torch(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool:
     """True if the function's rule leaves calls with arguments of these kinds to torch."""
     rule = registry.find(stage, function)
     if rule is None:
         return False
-    if rule.leaves is None:
+    if rule.left_to_torch is None:
         return rule.numbers and _no_tensors(kinds[1:])
-    return rule.leaves(kinds)
+    return rule.left_to_torch(kinds)
 
 
-def is_innermost(values: Sequence[Any]) -> bool:
+def has_outer_dims_first(values: Sequence[Any]) -> bool:
     """True if no bound of a slice is a tensor, and batch dims of outer levels are the first."""
     for value in values:
         if isinstance(value, list | tuple):
-            if not is_innermost(value):
+            if not has_outer_dims_first(value):
                 return False
         elif isinstance(value, slice):
             if not _BOUNDS.issuperset((type(value.start), type(value.stop), type(value.step))):
@@ -461,12 +465,12 @@ def _leaf_kinds(kinds: Iterable[Any]) -> Iterator[Any]:
             yield from _leaf_kinds(kind[1:])
 
 
-def are_lifted(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
+def need_lifting(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
     """True if a plan's call needs plain tensors lifted (NOTE [operands of outer levels])."""
     needs = is_recorded_outside if plan.step is PlanStep.BELOW_AUTOGRAD else needs_lift
     return any(
         needs(value, level)
-        for position in plan.unrecorded
+        for position in plan.plain_positions
         for value in tensors_in(values[position])
     )
 

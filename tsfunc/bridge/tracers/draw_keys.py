@@ -131,7 +131,7 @@ def _refuse_draws(levels: Sequence[Level]) -> bool:
 def _capture(states: Sequence[tuple[Level, Any, Any]]) -> None:
     for level, outer, inner in states:
         if level.outer is not outer:
-            level.outer, level.inner, level._kernel_states = outer, inner, {}
+            level.replace_states(outer, inner)
 
 
 def _counting_levels(levels: Sequence[Level], first: int = 0) -> list[_Vmap]:

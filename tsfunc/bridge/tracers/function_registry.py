@@ -67,11 +67,11 @@ class FunctionRule:
         options: True if a rule of the stage BATCHING takes keyword arguments.
         numbers: True if a rule of the stage METHOD serves only calls in which a tensor stands for
             a number; these go to it before a rule of the stage BATCHING.
-        leaves: called with the kinds of the arguments (NOTE [call plans] in ``call_plans``); True
-            if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
-            outer levels are the first and the bounds of slices are not tensors, or if a rule of
-            the stage WRITE has nothing to prepare. None: False; with ``numbers``, True if only the
-            first argument is a tensor.
+        left_to_torch: takes the kinds of a call's arguments (NOTE [call plans] in ``call_plans``).
+            At the stage METHOD, True if the rule leaves such a call to torch, provided that outer
+            batch dims come first and no bound of a slice is a tensor. At the stage WRITE, True if
+            there is nothing to prepare. Without it, no call is left to torch; with ``numbers``,
+            calls are in which only the first argument is a tensor.
         shifts: the changes of the arguments of calls that a rule of the stage METHOD leaves to
             torch, if their batch dims are the first (``ops/shifts``).
     """
@@ -82,7 +82,7 @@ class FunctionRule:
     view: bool = False
     options: bool = False
     numbers: bool = False
-    leaves: Callable[[Sequence[Any]], bool] | None = None
+    left_to_torch: Callable[[Sequence[Any]], bool] | None = None
     shifts: tuple[int, ...] | None = None
 
     @property
@@ -110,7 +110,7 @@ class FunctionRules:
         view: bool = False,
         options: bool = False,
         numbers: bool = False,
-        leaves: Callable[[Sequence[Any]], bool] | None = None,
+        left_to_torch: Callable[[Sequence[Any]], bool] | None = None,
         shifts: tuple[int, ...] | None = None,
     ) -> None:
         """Declare one rule for several callables.
@@ -120,7 +120,7 @@ class FunctionRules:
         """
         for function in functions:
             function_rule = FunctionRule(
-                function, stage, rule, view, options, numbers, leaves, shifts
+                function, stage, rule, view, options, numbers, left_to_torch, shifts
             )
             _refuse_second(self.declared, function_rule)
             self.declared[stage, function] = function_rule
@@ -130,7 +130,7 @@ class FunctionRules:
         *functions: Any,
         serves: Callable[..., bool] | None = None,
         numbers: bool = False,
-        leaves: Callable[[Sequence[Any]], bool] | None = None,
+        left_to_torch: Callable[[Sequence[Any]], bool] | None = None,
     ) -> Callable[[_F], _F]:
         """Return a decorator that declares a replacement of functions, with their arguments.
 
@@ -138,7 +138,7 @@ class FunctionRules:
 
         Args:
             serves: True for the arguments of a call that it serves; None: it serves all calls.
-            numbers, leaves: as in :class:`FunctionRule`.
+            numbers, left_to_torch: as in :class:`FunctionRule`.
         """
 
         def declare(replacement: _F) -> _F:
@@ -148,7 +148,7 @@ class FunctionRules:
                     return NotImplemented
                 return replacement(*args, **kwargs)
 
-            self.add(Stage.METHOD, method, *functions, numbers=numbers, leaves=leaves)
+            self.add(Stage.METHOD, method, *functions, numbers=numbers, left_to_torch=left_to_torch)
             return replacement
 
         return declare

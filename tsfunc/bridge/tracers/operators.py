@@ -214,7 +214,8 @@ class TorchOperator(Operator):
         Inside that level's own kernel the call has passed autograd already.
         """
         level = keys_of_arguments(args, kwargs)[1]
-        if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
+        records = level is not None and getattr(level, "autograd", False)
+        if records and level.key_bit & tls.state.mask:
             return self.overload(*args, **kwargs)
         return self.call(args, kwargs, restore=True)
 

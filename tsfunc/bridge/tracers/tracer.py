@@ -133,7 +133,7 @@ class TracerLevel(Level):
         if not tangents_enabled():
             # In a method of an ``autograd.Function`` C++ pushes outer tangents by the class's own
             # ``jvp``: a jvp inside the level must push only its own tangents.
-            self._restores += (without_tangents,)
+            self.restores += (without_tangents,)
         self.functorch_depth = _functorch.maybe_current_level() or 0
         self.above_modes = False
 
@@ -193,7 +193,7 @@ class TracerLevel(Level):
         return False
 
     def guard(self) -> AbstractContextManager[Any]:
-        if self._restores:
+        if self.restores:
             return _RestoredState(self.torch_state(), super().guard())
         return self.torch_state()
 

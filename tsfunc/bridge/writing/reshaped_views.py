@@ -221,12 +221,12 @@ def _is_in_front(kinds: Sequence[Any]) -> bool:
 _SIZES: Final = frozenset({int, list, tuple, torch.Size})
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view, view=True, leaves=_is_in_front)
+function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view, view=True, left_to_torch=_is_in_front)
 function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view_as, torch.view_as_complex, view=True)
 function_rules.add(
     Stage.METHOD, _reshaping, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
     torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
-    leaves=_is_in_front,
+    left_to_torch=_is_in_front,
 )  # fmt: skip
 function_rules.add(Stage.METHOD, _native_group_norm, torch.native_group_norm)
 DECOMPOSITIONS["aten::view"] = _view

@@ -330,7 +330,7 @@ def _is_of_the_level(kinds: Sequence[Any]) -> bool:
 function_rules: Final = FunctionRules()
 function_rules.add(
     Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_}),
-    leaves=_is_of_the_level,
+    left_to_torch=_is_of_the_level,
 )  # fmt: skip
 function_rules.add(Stage.WRITE, _drawn, torch.Tensor.bernoulli_)
 function_rules.add(Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm)
