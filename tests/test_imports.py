@@ -64,6 +64,8 @@ INNER_PACKAGES = {
     "program": (
         "assumptions",
         "fields",
+        "differences",
+        "guard",
         "passes",
         "dims",
         "closure",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,14 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.errors import DescriptorViolation, FileFormatError
 from tsfunc.program.calling.retrace_reasons import differing
 from tsfunc.program.closure.closure_guards import ClosureGuards
-from tsfunc.program.closure.guard_codegen import Guard, GuardFunction
+from tsfunc.program.closure.guard_codegen import GuardFunction
 from tsfunc.program.fields import Field
 from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode
+from tsfunc.program.guard import Guard, GuardCode, Part
 from tsfunc.program.guarding import guards, trace_guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
-from tsfunc.program.guarding.guards import ARGUMENT_KINDS, ArgumentGuard
+from tsfunc.program.guarding.guards import ArgumentGuard
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.guarding.trace_guards import TRACE_KINDS, TraceGuard
 
 
 class Holder:
@@ -68,16 +70,44 @@ def compiled(value: Any) -> GuardFunction:
     return ClosureGuards().function(now, lines, scope.objects)
 
 
-def test_every_kind_of_guard_has_a_place() -> None:
-    for module, kinds in ((guards, ARGUMENT_KINDS), (trace_guards, TRACE_KINDS)):
-        defined = {
-            each
-            for each in vars(module).values()
-            if isinstance(each, type)
-            and issubclass(each, Guard)
-            and each.__module__ == module.__name__
-        }
-        assert defined - {ArgumentGuard, TraceGuard} == set(kinds)
+@dataclass(frozen=True, eq=False)
+class IsOdd(Guard):
+    """A guard of a class that no other code knows."""
+
+    position: int
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return (f"if args[{self.position}] % 2 == 0: return None",)
+
+
+@pytest.mark.parametrize("part", [part for part in Part if part is not Part.SETTINGS])
+def test_a_guard_of_a_new_class_is_checked(part: Part) -> None:
+    class InPart(IsOdd):
+        pass
+
+    InPart.part = part
+    settings = tuple(setting.read() for setting in SETTINGS)
+    if part in (Part.ARGUMENTS, Part.SIZES, Part.FACTS):
+        lines, scope = guard_lines([InPart(0)], {}, 1)
+        check = ClosureGuards().function(settings, lines, scope.objects)
+    else:
+        check = ClosureGuards([InPart(0)]).function(settings)
+    assert check([3]) is not None and check([4]) is None
+
+
+def test_a_guard_without_a_part_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="part"):
+        guard_lines([IsOdd(0)], {}, 1)
+
+
+def test_the_classes_that_check_many_guards_at_once_have_places_of_their_own() -> None:
+    classes: list[type[Guard]] = [Guard]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    at_once = [cls for cls in classes if "lines_of_many" in vars(cls) and cls is not Guard]
+    ours = [cls for cls in classes if cls.__module__.startswith("tsfunc.")]
+    places = Counter((cls.part, cls.order) for cls in ours if hasattr(cls, "part"))
+    assert at_once and all(places[cls.part, cls.order] == 1 for cls in at_once)
 
 
 def test_code_key_and_facts_agree_about_every_pair_of_calls() -> None:

@@ -27,7 +27,9 @@ from tsfunc.program.closure.closure_guards import (
     EqualValue,
     KeysAre,
     LengthIs,
+    MemberIs,
     Missing,
+    NoMember,
     NotOneOf,
     ResultIs,
     SameContents,
@@ -38,16 +40,9 @@ from tsfunc.program.closure.closure_guards import (
     TensorInput,
     TypeOf,
 )
-from tsfunc.program.closure.guard_codegen import (
-    Guard,
-    GuardCode,
-    MemberIs,
-    NoMember,
-    SettingsAre,
-    Source,
-    differs,
-)
+from tsfunc.program.closure.guard_codegen import SettingsAre, differs
 from tsfunc.program.closure.refused_values import differences
+from tsfunc.program.guard import Guard, GuardCode, Source
 from tsfunc.types.values import same_value
 
 

@@ -396,7 +396,7 @@ def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
             continue
         if kind == _LEVEL:
             other = value.dispatch_level
-            bits |= other.bits
+            bits |= other.key_bit
             level = _innermost(level, other)
         elif kind == _TENSOR:
             bits |= _backend_bits[value.device.type]

@@ -47,9 +47,9 @@ from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.calling.user_assertions import raise_user_assertion
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.guard_codegen import GuardTexts
 from tsfunc.program.graphs.example_arguments import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
+from tsfunc.program.guard import GuardTexts
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import Contract, compile_descriptors

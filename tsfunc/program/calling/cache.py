@@ -25,13 +25,13 @@ from tsfunc.program.closure.guard_builder import Closure, is_container, is_watch
 from tsfunc.program.closure.guard_codegen import (
     Build,
     Enter,
-    Guard,
     GuardFunction,
     flatten_lines,
     key_orders,
     unflatten_function,
 )
 from tsfunc.program.closure.refused_values import differences
+from tsfunc.program.guard import Guard
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import input_text

@@ -29,17 +29,13 @@ from tsfunc.program.closure.guard_builder import (
     is_container,
     is_watched,
 )
-from tsfunc.program.closure.guard_codegen import (
-    Guards,
-    SettingsAre,
-    Source,
-    key_orders,
-)
+from tsfunc.program.closure.guard_codegen import SettingsAre, key_orders
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.results import state_names
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.guard import Guards, Source
 from tsfunc.program.guarding.call_spec import (
     argument_paths_of,
     arguments_text,

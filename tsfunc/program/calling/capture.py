@@ -51,7 +51,6 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
 from tsfunc.program.closure.closure_guards import ConditionHolds, NotOneOf, ResultIs, SameObject
 from tsfunc.program.closure.guard_builder import ClosureNumber
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import ClosureGradients, Instances
 from tsfunc.program.closure.results import Update, names_in_source, with_placeholders
 from tsfunc.program.closure.side_effects import (
@@ -63,6 +62,7 @@ from tsfunc.program.closure.side_effects import (
 )
 from tsfunc.program.dims.constraints import check_constraints
 from tsfunc.program.graphs.codegen import generate, generated_name
+from tsfunc.program.guard import Source
 from tsfunc.program.guarding.call_spec import alias_tensors
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, NumberSpec, sizes_of_call, solving_order

@@ -26,8 +26,8 @@ from tsfunc.bridge.tracers.torch_settings import outside_all_modes
 from tsfunc.bridge.tracers.user_queries import statically_known_true
 from tsfunc.program.closure.closure_guards import ResultIs
 from tsfunc.program.closure.guard_builder import GuardBuilder
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.guard import Source
 from tsfunc.program.passes.effects import checks, communicates, is_random
 
 

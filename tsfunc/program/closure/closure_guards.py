@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,23 +34,18 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.program.closure.differences import ABSENT, Difference, UnquotedText
 from tsfunc.program.closure.guard_codegen import (
     Enter,
-    Guard,
-    GuardCode,
     GuardFunction,
-    MemberIs,
-    Names,
-    NoMember,
     SettingsAre,
-    Source,
     compile_guard,
     differs,
     keys_condition,
     lines_of_tensors,
     tensor_lines,
 )
+from tsfunc.program.differences import ABSENT, Difference, UnquotedText
+from tsfunc.program.guard import Guard, GuardCode, Names, Part, Source
 from tsfunc.types.values import describe, same_value
 
 # --- guards on values that were read
@@ -59,6 +55,7 @@ from tsfunc.types.values import describe, same_value
 class SourceGuard(Guard):
     """A guard on the value at the end of a path."""
 
+    part = Part.VALUES
     source: Source
 
     def value_sources(self) -> tuple[Source, ...]:
@@ -131,6 +128,7 @@ class SameContents(_OfValue, SourceGuard):
 class TypeOf(SourceGuard):
     """The class of a value whose contents are guarded where they are read."""
 
+    order = -3
     cls: type
 
     def differences(self, *values: Any) -> Iterable[Difference]:
@@ -160,6 +158,7 @@ class KeysAre(SourceGuard):
         plain: True if the value is one of Python's own dicts, which are false if they are empty.
     """
 
+    order = -2
     keys: Sequence[Any]
     plain: bool = False
 
@@ -260,6 +259,7 @@ class Missing(SourceGuard):
         how: the condition that it is there, with ``{0}`` for the value and ``{1}`` for the name.
     """
 
+    order = -1
     name: str
     how: str = "hasattr({0}, {1!r})"
 
@@ -287,6 +287,7 @@ class Missing(SourceGuard):
 class TensorConstant(SourceGuard):
     """The type and sizes of a tensor of the function; an assignment of ``.data`` changes these."""
 
+    part = Part.TENSORS
     tensor: torch.Tensor
 
     def differences(self, *values: Any) -> Iterable[Difference]:
@@ -362,6 +363,7 @@ class AnyClosureNumber(SourceGuard):
 class ConditionHolds(Guard):
     """A condition on numbers that are inputs and on named dims, which the function has tested."""
 
+    part = Part.VALUES
     condition: Condition
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -384,6 +386,7 @@ class ResultIs(Guard):
         name: the result in the user's words; a statement if the result is True.
     """
 
+    part = Part.VALUES
     function: Callable[..., Any]
     sources: tuple[Source, ...]
     expected: Any
@@ -418,6 +421,7 @@ class ResultIs(Guard):
 class Distinct(Guard):
     """Objects of which no two are the same."""
 
+    part = Part.VALUES
     sources: tuple[Source, ...]
 
     def value_sources(self) -> tuple[Source, ...]:
@@ -442,9 +446,56 @@ class Distinct(Guard):
                 yield Difference(f"{left} is {right}", True, False)
 
 
-_FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
-_BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
-_LAST: tuple[type[Guard], ...] = (TensorConstant,)
+@dataclass(frozen=True, eq=False)
+class MemberIs(Guard):
+    """A member of a library's module or class, or a method of a user's: identity or equality."""
+
+    part = Part.MEMBERS
+    owner: Any
+    name: str
+    value: Any
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        now = vars(self.owner).get(self.name, ABSENT)
+        yield Difference(f"{self.owner.__name__}.{self.name}", now, self.value)
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[MemberIs], code: GuardCode) -> Iterator[str]:
+        """Check the members of each owner at once."""
+        owners: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for guard in guards:
+            owners.setdefault(id(guard.owner), (guard.owner, {}))[1][guard.name] = guard.value
+        for owner, members in owners.values():
+            read = operator.itemgetter(*members)
+            get, of, before = map(code.name, (read, vars(owner), read(members)))
+            # Tuples compare their items by identity first, and NaN does not equal itself.
+            # A function of ``math`` equals its replacement: NOTE [functions of math].
+            of_math = owner is math and any(map(callable, members.values()))
+            differs = "is not" if len(members) == 1 and not of_math else "!="
+            yield f"if {get}({of}) {differs} {before}: return None"
+
+
+@dataclass(frozen=True, eq=False)
+class NoMember(Guard):
+    """A name that a class itself does not have."""
+
+    part = Part.MEMBERS
+    order = 1
+    owner: Any
+    name: str
+
+    def differences(self, *values: Any) -> Iterable[Difference]:
+        yield Difference(f"{self.owner.__name__}.{self.name}", vars(self.owner)[self.name], ABSENT)
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[NoMember], code: GuardCode) -> Iterator[str]:
+        """Check the names of each owner at once."""
+        owners: dict[int, tuple[Any, set[str]]] = {}
+        for guard in guards:
+            owners.setdefault(id(guard.owner), (guard.owner, set()))[1].add(guard.name)
+        for owner, names in owners.values():
+            held, absent = code.name(vars(owner)), code.name(frozenset(names))
+            yield f"if not {held}.keys().isdisjoint({absent}): return None"
 
 
 @dataclass(eq=False)
@@ -537,25 +588,5 @@ class ClosureGuards:
         code = GuardCode(objects=objects)
         code.add([SettingsAre(now)])
         code.lines.extend(lines)
-        for kind in _FIRST:
-            code.add([guard for guard in self.guards if type(guard) is kind])
-        for together in self._by_depth():
-            for kind in _BY_KIND:
-                code.add([guard for guard in together if type(guard) is kind])
-            for guard in together:
-                if type(guard) not in _BY_KIND:
-                    code.lines.extend(guard.lines(code))
-        for kind in _LAST:
-            code.add([guard for guard in self.guards if type(guard) is kind])
+        code.add(self.guards)
         return code, [code.variable(source) for source, _ in self.inputs]
-
-    def _by_depth(self) -> Iterator[list[Guard]]:
-        """Yield the guards of equally long paths, conditions last: NOTE [guards by depth]."""
-        groups: dict[int, list[Guard]] = {}
-        last: list[Guard] = []
-        for guard in self.guards:
-            if type(guard) not in (*_FIRST, *_LAST):
-                depths = [source.depth for source in guard.value_sources()]
-                (groups.setdefault(max(depths), []) if depths else last).append(guard)
-        yield from (groups[depth] for depth in sorted(groups))
-        yield last

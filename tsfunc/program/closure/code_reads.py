@@ -44,10 +44,10 @@ import torch
 
 from tsfunc.bridge.tracers.torch_settings import replaced_function
 from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.closure.closure_guards import ResultIs
-from tsfunc.program.closure.guard_codegen import MemberIs, Source
+from tsfunc.program.closure.closure_guards import MemberIs, ResultIs
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.side_effects import CODE, MISSING
+from tsfunc.program.guard import Source
 from tsfunc.user_code import is_library
 
 # --- variables that a piece of code may read from outside, and the attributes read from them

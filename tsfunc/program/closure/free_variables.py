@@ -31,10 +31,16 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import Operator
-from tsfunc.program.closure.closure_guards import IN_DICT, Missing, ResultIs, SameObject
+from tsfunc.program.closure.closure_guards import (
+    IN_DICT,
+    MemberIs,
+    Missing,
+    NoMember,
+    ResultIs,
+    SameObject,
+)
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_watched, restore
-from tsfunc.program.closure.guard_codegen import MemberIs, NoMember, Source
 from tsfunc.program.closure.instances import REPLACED_METHODS, Instances
 from tsfunc.program.closure.side_effects import (
     CODE,
@@ -45,6 +51,7 @@ from tsfunc.program.closure.side_effects import (
     is_empty,
     is_followed,
 )
+from tsfunc.program.guard import Source
 from tsfunc.user_code import is_installed
 
 _kernels_of = operator.attrgetter("kernels")

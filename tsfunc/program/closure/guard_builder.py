@@ -71,8 +71,8 @@ from tsfunc.program.closure.closure_guards import (
     SameObjectAs,
     TypeOf,
 )
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import PLAIN, InputRef
+from tsfunc.program.guard import Source
 from tsfunc.types.values import same_value
 from tsfunc.user_code import user_location
 

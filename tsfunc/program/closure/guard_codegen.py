@@ -1,4 +1,4 @@
-"""Guards as objects, and their generated Python, from arguments to inputs and to results.
+"""The generated Python of guards, from arguments to inputs, and of results.
 
 If the arguments contain only tuples, lists and dicts, as most do, the generated Python of the
 guard flattens them itself, without a pytree library.
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import optree
 import torch
@@ -34,8 +32,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.errors import DescriptorViolation
-from tsfunc.program.closure.differences import ABSENT, Difference
-from tsfunc.types import Dim
+from tsfunc.program.guard import Guard, GuardCode, Names, Part
 from tsfunc.types.scope import Scope
 from tsfunc.types.values import same_float, same_value
 
@@ -285,141 +282,6 @@ def compile_guard(
     return closure_guard
 
 
-# --- a guard: its source, its code and its text
-
-
-Names = Callable[[int], str]
-"""From the position of a flattened argument to the user's spelling of it."""
-
-
-NO_KEY: Final[Any] = object()  # of a step that is not into a container
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The path to a value: from an argument or an object, through attributes and elements.
-
-    Attributes:
-        base: the source of the value that the path goes on from; None for its beginning.
-        step: the Python of the last step, with ``{}`` for the value that it starts from.
-        key: the key of an element, or the object that the path begins at; it has no spelling.
-        text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
-        owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
-        in_closure: True if the value belongs to the function itself, and not to an argument.
-    """
-
-    base: Source | None
-    step: str
-    key: Any
-    text: str
-    owner: str
-    in_closure: bool
-
-    @staticmethod
-    def of_object(value: Any, text: str = "", owner: str = "", in_closure: bool = True) -> Source:
-        """Return the source of an object that is a constant of the code."""
-        return Source(None, "", value, text, owner or text, in_closure)
-
-    @staticmethod
-    def of_argument(position: int, text: str = "", owner: str = "") -> Source:
-        """Return the source of a flattened argument."""
-        return Source(None, f"args[{position}]", NO_KEY, text, owner or text, False)
-
-    def at(self, step: str, text: str | None = None, owner: str | None = None) -> Source:
-        """Return the source of a value one step on, such as ``{}.weight``."""
-        text = self.text if text is None else text
-        return Source(self, step, NO_KEY, text, text if owner is None else owner, self.in_closure)
-
-    def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
-        return self.at(f"{{}}.{name}", text, owner)
-
-    def item(self, key: Any, text: str, owner: str | None = None) -> Source:
-        source = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
-        return source if type(key) in (int, str) else replace(source, key=key)
-
-    @cached_property
-    def depth(self) -> int:
-        """The number of steps of the path."""
-        return 0 if self.base is None else self.base.depth + 1
-
-    @cached_property
-    def path(self) -> tuple[Any, ...]:
-        """The steps of the path; equal for two sources of one value."""
-        last = self.step, None if self.key is NO_KEY else id(self.key)
-        return (last,) if self.base is None else (*self.base.path, last)
-
-
-class GuardCode:
-    """The Python of some guards, while it is generated.
-
-    Args:
-        objects: objects by the names that lines from elsewhere use.
-
-    Attributes:
-        count: the number of flattened arguments.
-        scope: the objects that the code refers to.
-        name: returns the name of an object of the scope.
-        bound: the named dims that have a variable.
-        lines: the lines, those that bind the values on paths to variables included.
-    """
-
-    def __init__(
-        self,
-        named_dims: Mapping[str, Dim] = MappingProxyType({}),
-        count: int = 0,
-        objects: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self.named_dims, self.count = named_dims, count
-        self.scope = Scope({**objects, "math": math})  # conditions refer to `math`
-        self.name: Callable[[Any], str] = self.scope.name
-        self.bound: set[str] = set()
-        self.lines: list[str] = []
-        self._variables: dict[tuple[Any, ...], str] = {}
-
-    def variable(self, source: Source) -> str:
-        """Return the variable of a value; its binding is added to the lines."""
-        variable = self._variables.get(source.path)
-        if variable is None and source.base is None and source.key is not NO_KEY:
-            variable = self._variables[source.path] = self.name(source.key)
-        elif variable is None:
-            base = "" if source.base is None else self.variable(source.base)
-            item = "" if source.key is NO_KEY else f"[{self.name(source.key)}]"
-            variable = self._variables[source.path] = self.scope.unused("value")
-            self.lines.append(f"{variable} = {source.step.replace('{}', base, 1)}{item}")
-        return variable
-
-    def add(self, guards: Sequence[Guard]) -> None:
-        """Add the lines of guards of one class."""
-        if guards:
-            for line in type(guards[0]).lines_of_many(guards, self):
-                self.lines.append(line)
-
-
-class Guard:
-    """A fact that holds for every call that a program serves."""
-
-    def value_sources(self) -> tuple[Source, ...]:
-        """Return the sources of the values that the guard is on, if it is on values of paths."""
-        return ()
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        """Return lines of Python over the list ``args`` that return None if the guard fails."""
-        raise NotImplementedError
-
-    def texts(self, name: Names) -> Iterable[str]:
-        """Return the fact in the user's names."""
-        return ()
-
-    def differences(self, *values: Any) -> Iterable[Difference]:
-        """Yield the named facts in which other values of ``value_sources`` differ."""
-        return ()
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
-        """Return the lines of all guards of the class."""
-        return (line for guard in guards for line in guard.lines(code))
-
-
 # --- guards on tensors
 
 
@@ -481,45 +343,11 @@ def lines_of_tensors(
     yield from (f"    {line}" for line in one_by_one)
 
 
-class GuardTexts(tuple[str, ...]):
-    """Lines, each of which states a fact about every call that a program serves."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self)
-
-
-class Guards(tuple[Guard, ...]):
-    """The guards of a program; printed, one line for each fact in the user's names."""
-
-    texts: GuardTexts = GuardTexts()
-
-    @classmethod
-    def of(cls, guards: Iterable[Guard], name: Names) -> Guards:
-        """Return guards with their texts.
-
-        Args:
-            guards: the guards.
-            name: returns the user's spelling of an argument.
-        """
-        with_texts = cls(guards)
-        with_texts.texts = GuardTexts(
-            dict.fromkeys(line for guard in with_texts for line in guard.texts(name))
-        )
-        return with_texts
-
-    def __str__(self) -> str:
-        return str(self.texts)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} guards: {'; '.join(self.texts)}>"
-
-
 @dataclass(frozen=True, eq=False)
 class SettingsAre(Guard):
     """torch's settings."""
 
+    part = Part.SETTINGS
     values: Sequence[Any]
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -527,52 +355,3 @@ class SettingsAre(Guard):
 
     def texts(self, name: Names) -> Iterable[str]:
         return [f"{s.name} is {x}" for s, x in zip(SETTINGS, self.values, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class MemberIs(Guard):
-    """A member of a library's module or class, or a method of a user's: identity or equality."""
-
-    owner: Any
-    name: str
-    value: Any
-
-    def differences(self, *values: Any) -> Iterable[Difference]:
-        now = vars(self.owner).get(self.name, ABSENT)
-        yield Difference(f"{self.owner.__name__}.{self.name}", now, self.value)
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[MemberIs], code: GuardCode) -> Iterator[str]:
-        """Check the members of each owner at once."""
-        owners: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for guard in guards:
-            owners.setdefault(id(guard.owner), (guard.owner, {}))[1][guard.name] = guard.value
-        for owner, members in owners.values():
-            read = operator.itemgetter(*members)
-            get, of, before = map(code.name, (read, vars(owner), read(members)))
-            # Tuples compare their items by identity first, and NaN does not equal itself.
-            # A function of ``math`` equals its replacement: NOTE [functions of math].
-            of_math = owner is math and any(map(callable, members.values()))
-            differs = "is not" if len(members) == 1 and not of_math else "!="
-            yield f"if {get}({of}) {differs} {before}: return None"
-
-
-@dataclass(frozen=True, eq=False)
-class NoMember(Guard):
-    """A name that a class itself does not have."""
-
-    owner: Any
-    name: str
-
-    def differences(self, *values: Any) -> Iterable[Difference]:
-        yield Difference(f"{self.owner.__name__}.{self.name}", vars(self.owner)[self.name], ABSENT)
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[NoMember], code: GuardCode) -> Iterator[str]:
-        """Check the names of each owner at once."""
-        owners: dict[int, tuple[Any, set[str]]] = {}
-        for guard in guards:
-            owners.setdefault(id(guard.owner), (guard.owner, set()))[1].add(guard.name)
-        for owner, names in owners.values():
-            held, absent = code.name(vars(owner)), code.name(frozenset(names))
-            yield f"if not {held}.keys().isdisjoint({absent}): return None"

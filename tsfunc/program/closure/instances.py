@@ -31,7 +31,6 @@ from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.closure_guards import Distinct, ResultIs
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, NumberHistory
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import Updates
 from tsfunc.program.closure.side_effects import (
     ContainerChanges,
@@ -42,6 +41,7 @@ from tsfunc.program.closure.side_effects import (
     updates_of,
 )
 from tsfunc.program.closure.watched_objects import WatchedObject
+from tsfunc.program.guard import Source
 from tsfunc.types.inference import STATE
 from tsfunc.user_code import user_location
 

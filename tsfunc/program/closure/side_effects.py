@@ -43,7 +43,6 @@ from tsfunc.program.closure.guard_builder import (
     is_namespace,
     restore,
 )
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
     UnrepeatableValue,
     Update,
@@ -52,6 +51,7 @@ from tsfunc.program.closure.results import (
     replaced_tensors,
     same_except_tensors,
 )
+from tsfunc.program.guard import Source
 from tsfunc.program.passes.effects import writes, written
 from tsfunc.types.reading import signature_of
 from tsfunc.user_code import condition_text, error_location, is_installed, is_library, source_line

@@ -18,14 +18,15 @@ from tsfunc.program.closure.closure_guards import (
     IN_DICT,
     ClosureGuards,
     KeysAre,
+    MemberIs,
     Missing,
     SameContents,
     SameObject,
 )
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_watched
-from tsfunc.program.closure.guard_codegen import MemberIs, Source
 from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
+from tsfunc.program.guard import Source
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types
 from tsfunc.types.inference import STATE

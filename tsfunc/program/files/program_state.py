@@ -20,12 +20,12 @@ import torch.fx
 
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.closure.closure_guards import ClosureGuards
-from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
 from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.guard import Source
 from tsfunc.program.guarding.guards import WatchedPlaceholder
 
 # --- state in files: the values that programs assign to, of which each loaded function has its own

@@ -13,9 +13,9 @@ import torch
 import torch.fx
 
 from tsfunc.program.closure.closure_guards import ClosureGuards
-from tsfunc.program.closure.guard_codegen import Guards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
+from tsfunc.program.guard import Guards
 from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
 from tsfunc.program.guarding.trace_guards import TraceGuard
 from tsfunc.types import Dim

@@ -18,18 +18,11 @@ from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.ops.dims import dense_strides, memory_order
-from tsfunc.program.closure.differences import UnquotedText
 from tsfunc.program.closure.guard_builder import is_watched
-from tsfunc.program.closure.guard_codegen import (
-    Guard,
-    GuardCode,
-    Guards,
-    Names,
-    SettingsAre,
-    key_orders,
-)
+from tsfunc.program.closure.guard_codegen import SettingsAre, key_orders
+from tsfunc.program.differences import UnquotedText
+from tsfunc.program.guard import Guard, GuardCode, Guards, Names
 from tsfunc.program.guarding.guards import (
-    ARGUMENT_KINDS,
     AnyNumber,
     ArgumentGuard,
     DimIs,
@@ -40,7 +33,7 @@ from tsfunc.program.guarding.guards import (
     WatchedPlaceholder,
 )
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, sizes_of_call
-from tsfunc.program.guarding.trace_guards import TRACE_KINDS, ArgumentCondition, TraceGuard
+from tsfunc.program.guarding.trace_guards import ArgumentCondition, TraceGuard
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.scope import Scope
 from tsfunc.types.values import PathTexts
@@ -280,8 +273,7 @@ def guard_lines(guards: Sequence[Guard], named_dims: Mapping[str, Dim], count: i
         count: the number of flattened arguments.
     """
     code = GuardCode(named_dims, count)
-    for kind in (*ARGUMENT_KINDS, *TRACE_KINDS):
-        code.add([guard for guard in guards if type(guard) is kind])
+    code.add(guards)
     return code.lines, code.scope
 
 

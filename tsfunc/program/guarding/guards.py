@@ -3,11 +3,10 @@
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``to_json`` and
-``from_json``). A new kind of guard is a class in this file, and its entries in ``ARGUMENT_KINDS``
-and, if files have it, in ``_KINDS_IN_FILES``; ``guards_on_arguments`` makes it. Guards on other
-facts about the arguments are in ``trace_guards.py``, and those on values that the function reads
-besides its arguments in ``closure/closure_guards.py``; the base class of all is in
-``closure/guard_codegen.py``.
+``from_json``). A new kind of guard is a class in this file; ``guards_on_arguments`` makes it.
+Guards on other facts about the arguments are in ``trace_guards.py``, and those on values that the
+function reads besides its arguments in ``closure/closure_guards.py``; the base class of all is in
+``program/guard.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
@@ -22,24 +21,22 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import DescriptorError
-from tsfunc.program.closure.differences import UnquotedText
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
 from tsfunc.program.closure.guard_codegen import (
-    Guard,
-    GuardCode,
-    Names,
     differs,
     lines_of_tensors,
     strides_condition,
     tensor_lines,
 )
+from tsfunc.program.differences import UnquotedText
 from tsfunc.program.fields import IDENTIFIER, Field
+from tsfunc.program.guard import Guard, GuardCode, Names, Part, kinds_in_files
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
@@ -83,10 +80,9 @@ class ArgumentGuard(Guard):
 
     Attributes:
         position: the index of the argument.
-        json_key: the key that guards of the class alone have in files; empty if none is in files.
     """
 
-    json_key: ClassVar[str] = ""
+    part = Part.ARGUMENTS
     position: int
 
     @property
@@ -135,7 +131,8 @@ class TypeIs(ArgumentGuard):
 class ValueIs(ArgumentGuard):
     """An argument that is a constant of the program: an equal value, or the same object."""
 
-    json_key: ClassVar[str] = "value"
+    order = 2
+    json_key = "value"
     value: Any
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -164,7 +161,8 @@ class ValueIs(ArgumentGuard):
 class AnyNumber(ArgumentGuard):
     """A number that is an input of the program: its type, and that it is finite."""
 
-    json_key: ClassVar[str] = "number"
+    order = 1
+    json_key = "number"
     spec: NumberSpec
     value: int | float
 
@@ -198,7 +196,8 @@ class AnyNumber(ArgumentGuard):
 class TensorMeta(ArgumentGuard):
     """A tensor's class, dtype, device, layout and sizes."""
 
-    json_key: ClassVar[str] = "tensor"
+    order = 3
+    json_key = "tensor"
     spec: InputSpec
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -292,6 +291,7 @@ class TensorMeta(ArgumentGuard):
 class DimIs(Guard):
     """The sizes that a named dim may have; they are checked where the first tensor binds it."""
 
+    part = Part.SIZES
     dim: Dim
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -322,6 +322,8 @@ class DimIs(Guard):
 class SizesAre(Guard):
     """The sizes of tensors that are expressions of named dims."""
 
+    part = Part.SIZES
+    order = 1
     inputs: Sequence[InputSpec]
 
     def lines(self, code: GuardCode) -> Iterator[str]:
@@ -346,20 +348,16 @@ class WatchedPlaceholder:
     cls: type
 
 
-ARGUMENT_KINDS: tuple[type[Guard], ...] = (TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre)
-"""The kinds of guards in this file, in the order of their code: a size is bound, then used."""
-
-
 # --- guards in files
 
 
-_KINDS_IN_FILES: tuple[type[ArgumentGuard], ...] = (AnyNumber, ValueIs, TensorMeta)
+_BY_JSON_KEY = kinds_in_files(ArgumentGuard)
 
 
 def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> ArgumentGuard:
     """Return the guard on an argument that ``to_json`` wrote."""
-    for kind in _KINDS_IN_FILES:
-        if field.get(kind.json_key) is not None:
+    for key, kind in _BY_JSON_KEY.items():
+        if field.get(key) is not None:
             return kind.from_json(position, field, reader)
     field.expected("a number, a value or a tensor")
 

@@ -1,7 +1,7 @@
 """The guards on facts about the arguments that a trace relied on, beside their types and sizes.
 
-A new kind of guard is a ``TraceGuard`` in this file (its code, text and JSON), and a place in
-``TRACE_KINDS``; ``calling/capture.py`` makes the guards at the end of a trace.
+A new kind of guard is a ``TraceGuard`` in this file (its code, text and JSON);
+``calling/capture.py`` makes the guards at the end of a trace.
 
 NOTE [tensor aliasing]
 A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.closure_guards import ConditionHolds
-from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names, compile_guard
+from tsfunc.program.closure.guard_codegen import compile_guard
 from tsfunc.program.fields import Field
+from tsfunc.program.guard import Guard, GuardCode, Names, Part, kinds_in_files
 from tsfunc.program.guarding.guards import variable_of_size, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec
 from tsfunc.types import Dim
@@ -45,13 +46,9 @@ class DescribedArguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TraceGuard(Guard):
-    """A fact about the arguments that a trace relied on, beside their types and sizes.
+    """A fact about the arguments that a trace relied on, beside their types and sizes."""
 
-    Attributes:
-        json_key: the kind of guard in files.
-    """
-
-    json_key: ClassVar[str]
+    part = Part.FACTS
 
     def holds(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> bool:
         """True if the fact holds for some arguments and sizes of named dims."""
@@ -85,7 +82,8 @@ class TraceGuard(Guard):
 class ArgumentCondition(ConditionHolds, TraceGuard):
     """A condition on named dims and numbers among the arguments."""
 
-    json_key: ClassVar[str] = "condition"
+    part = Part.FACTS
+    json_key = "condition"
 
     def is_storable(self, names: Collection[str]) -> bool:
         try:
@@ -119,7 +117,8 @@ class ArgumentCondition(ConditionHolds, TraceGuard):
 class Property(TraceGuard):
     """A fact about a tensor argument that the function read, other than its type and sizes."""
 
-    json_key: ClassVar[str] = "property"
+    order = 1
+    json_key = "property"
     guard: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
@@ -173,7 +172,8 @@ class _Groups:
 class Aliasing(_Groups, TraceGuard):
     """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing]."""
 
-    json_key: ClassVar[str] = "aliasing"
+    order = 2
+    json_key = "aliasing"
 
     @classmethod
     def of(cls, inputs: Sequence[InputSpec]) -> Aliasing:
@@ -206,7 +206,8 @@ class SharedMemory(_Groups, TraceGuard):
     memory: NOTE [bodies without writes] in ``bridge/control/traced_bodies``.
     """
 
-    json_key: ClassVar[str] = "memory"
+    order = 3
+    json_key = "memory"
 
     @classmethod
     def of(cls, flat: Sequence[Any], positions: Iterable[int]) -> SharedMemory:
@@ -232,10 +233,7 @@ class SharedMemory(_Groups, TraceGuard):
             yield f"{', '.join(name(group[0]) for group in self.groups)} do not share memory"
 
 
-TRACE_KINDS: tuple[type[TraceGuard], ...] = (ArgumentCondition, Property, Aliasing, SharedMemory)
-"""The kinds of guards in this file, in the order of their code."""
-
-_BY_JSON_KEY = {kind.json_key: kind for kind in TRACE_KINDS}
+_BY_JSON_KEY = kinds_in_files(TraceGuard)
 
 
 # --- guards in files
