@@ -18,7 +18,7 @@ Pair = tuple[int, DispatchKey]
 
 BUILT_IN = (
     DispatchKey.Batch, DispatchKey.Grad, DispatchKey.Trace, DispatchKey.Specialize,
-    DispatchKey.Functionalize, DispatchKey.BackendSelect, *reversed(BACKENDS),
+    DispatchKey.BackendSelect, *reversed(BACKENDS),
 )  # fmt: skip
 
 pairs = st.tuples(st.integers(0, 6), st.sampled_from(BUILT_IN))

@@ -16,7 +16,8 @@ PACKAGE = sorted((ROOT / "tsfunc").rglob("*.py"))
 ELSEWHERE = frozenset(
     """
     AdvancedIndex FOLDER InputDescriptor TORCHINDUCTOR_CACHE_DIR computeStride infer_dense_strides
-    is_channels_last_strides_2d jax_debug_nans jax_traceback_filtering lstm_cell spmd_axis_name stem_2
+    is_channels_last_strides_2d jax_debug_nans jax_traceback_filtering lstm_cell spmd_axis_name
+    stem_2
     """.split()
 )
 LIBRARIES = frozenset(["jax", "lax", "optax", "torch", "Tensor"])

@@ -157,10 +157,10 @@ def test_the_steps_of_assumptions_end() -> None:
             {"other_hints": frozenset(draw.sample(names, draw.randrange(4)))},
             {"guards_changed": draw.random() < 0.5},
             {"records_autograd": draw.random() < 0.5},
-            {"recalled": False, "records_autograd": False},
+            {"autograd_is_remembered": False, "records_autograd": False},
             {"compares_identity": draw.random() < 0.5},
         ])  # fmt: skip
-        return held.moved(**changes)
+        return held.with_changes(**changes)
 
     count = 0
 
@@ -175,7 +175,8 @@ def test_the_steps_of_assumptions_end() -> None:
                 raise Retrace(other)
 
     trace_until_valid(
-        trace, Assumptions(varying=frozenset(names), records_autograd=True, recalled=True)
+        trace,
+        Assumptions(varying=frozenset(names), records_autograd=True, autograd_is_remembered=True),
     )
     assert count > 1
 

@@ -50,7 +50,6 @@ class DispatchKey:
     Grad: ClassVar[DispatchKey]
     Trace: ClassVar[DispatchKey]
     Specialize: ClassVar[DispatchKey]
-    Functionalize: ClassVar[DispatchKey]
     BackendSelect: ClassVar[DispatchKey]
     CPU: ClassVar[DispatchKey]
     CUDA: ClassVar[DispatchKey]
@@ -172,7 +171,7 @@ class DispatchKey:
 
 
 _BACKENDS = ("OtherBackend", "Meta", "XPU", "MPS", "CUDA", "CPU")
-_BUILT_IN = (*_BACKENDS, "BackendSelect", "Functionalize", "Specialize", "Trace", "Grad", "Batch")
+_BUILT_IN = (*_BACKENDS, "BackendSelect", "Specialize", "Trace", "Grad", "Batch")
 for _i, _name in enumerate(_BUILT_IN):
     setattr(DispatchKey, _name, DispatchKey._add(_name, 8 + 40 * _i, __name__))
 

@@ -48,8 +48,8 @@ class Assumptions:
             puts tensors into them: NOTE [counters]. It becomes True.
         records_autograd: autograd records during the trace, for backward passes that the function
             runs itself: NOTE [backward passes in programs]. It becomes True.
-        recalled: ``records_autograd`` is remembered from an earlier call. It becomes False,
-            together with ``records_autograd``, if the function runs no backward pass.
+        autograd_is_remembered: ``records_autograd`` is remembered from an earlier call. It becomes
+            False, together with ``records_autograd``, if the function runs no backward pass.
         compares_identity: the function compares its tensors by identity: NOTE [tensor aliasing].
             It becomes True.
         closure_tensors: the tensors, by id, that the function has from elsewhere and gets as
@@ -66,11 +66,11 @@ class Assumptions:
     refusal: ConstraintViolation | None = field(default=None, compare=False)
     guards_changed: bool = False
     records_autograd: bool = False
-    recalled: bool = False
+    autograd_is_remembered: bool = False
     compares_identity: bool = False
     closure_tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
-    def moved(self, **changes: Any) -> Assumptions:
+    def with_changes(self, **changes: Any) -> Assumptions:
         """Return these assumptions with changes.
 
         A change of what is a symbol resets ``other_hints`` and ``refusal``, which belong to the
@@ -96,7 +96,7 @@ class Assumptions:
             self.guards_changed, self.records_autograd, self.compares_identity,
             len(self.closure_tensors),
         )  # fmt: skip
-        if self.recalled:
+        if self.autograd_is_remembered:
             of_objects = (-1,) * len(of_objects)
         return of_symbols, of_objects, len(self.other_hints)
 

@@ -115,7 +115,7 @@ def with_replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence
     return replaced
 
 
-def level_of(values: Any) -> TracerLevel | None:
+def level_to_record_on(values: Any) -> TracerLevel | None:
     """Return the level that autograd records on: the innermost of the thread and of the values.
 
     A level that runs its one example unbatched has no tracers to record on, and is skipped.
@@ -284,7 +284,7 @@ def refuse_complex(api: str, label: str, leaves: Sequence[torch.Tensor]) -> None
             )
 
 
-def like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def named_as(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that gives a wrapper the name and docstring of ``func``.
 
     Partials and modules have no name; their wrappers are unchanged.

@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states
 from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.transforms.argnums import like, with_replaced
+from tsfunc.transforms.argnums import named_as, with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.control_recording import filled
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
@@ -130,7 +130,7 @@ def checkpoint(
         return functools.partial(checkpoint, policy=policy, preserve_rng_state=preserve_rng_state)
     target = func
 
-    @like(func)
+    @named_as(func)
     @boundary("checkpoint", func, traceable=True)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():

@@ -67,7 +67,7 @@ def converted(
 
     with outside_all_transforms():
         level = TraceLevel(label, symbols)
-        level.sizes = number
+        level.number_nodes = number
         with traces_compile(), level, watching_random(), watching_factories():
             inputs = [
                 level.input(f"x{i}", level.fake_like(x, x.shape, x.stride()), x.requires_grad)

@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.current_level import at_level_of
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.argnums import like, with_replaced
+from tsfunc.transforms.argnums import named_as, with_replaced
 from tsfunc.transforms.custom_rules import (
     Result,
     Rule,
@@ -311,7 +311,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
             return (cts_in,)
         return cts_in
 
-    function = custom_vjp(like(func)(value))
+    function = custom_vjp(named_as(func)(value))
     name = function.name
     try:
         function.signature = inspect.signature(func)

@@ -31,7 +31,7 @@ from tsfunc.transforms.argnums import (
     flatten_matching,
     flatten_output,
     is_nested,
-    level_of,
+    level_to_record_on,
     names_of_selected,
     refuse_other_leaves,
     refuse_unrecorded,
@@ -193,7 +193,7 @@ def _jvp(
     strict: bool,
     has_aux: bool,
 ) -> Any:
-    level = level_of((flat, directions))
+    level = level_to_record_on((flat, directions))
     if not may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
@@ -304,7 +304,7 @@ def _by_double_backward(
     zeros = pytrees.tree_map(torch.zeros_like, out)
     _, pushforward = inner_vjp(noted(pullback), zeros)
     (tangent,) = pushforward(pytrees.unflatten(spec, list(directions)))
-    level = level_of((flat, directions))
+    level = level_to_record_on((flat, directions))
     tangents_out = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
     if not autograd.reaches_other_leaves(tangents_out, fresh_inputs, level):
         tangent = pytrees.tree_map(autograd.detached, tangent)

@@ -19,8 +19,8 @@ from tsfunc.transforms.argnums import (
     Argnums,
     flatten_selected,
     flatten_tensors,
-    level_of,
-    like,
+    level_to_record_on,
+    named_as,
     refuse_complex,
     replace_selected,
 )
@@ -64,7 +64,7 @@ def _flat_function(
 
     def of_leaves(*leaves: Any) -> Any:
         new = pytrees.unflatten(spec, leaves)
-        level = level_of(leaves)
+        level = level_to_record_on(leaves)
 
         def lifted(x: Any) -> Any:
             return autograd.lift(x, level) if isinstance(x, torch.Tensor) else x
@@ -134,7 +134,7 @@ def jacrev(
     """
     chunks = check_chunks("jacrev", chunk_size, memory_budget)
 
-    @like(func)
+    @named_as(func)
     @boundary("jacrev", func, traceable=chunks != "auto")
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if chunks != "auto" and (other := delegate("jacrev")) is not None:
@@ -226,7 +226,7 @@ def jacfwd(
     Corresponds to ``torch.func.jacfwd`` and ``jax.jacfwd``.
     """
 
-    @like(func)
+    @named_as(func)
     @boundary("jacfwd", func, traceable=True)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("jacfwd")) is not None:

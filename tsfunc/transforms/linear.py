@@ -117,7 +117,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
 
     recorded, (leaves, out_spec) = run_recorded(run, zeros, primals)
     _check_linear(label, recorded)
-    recorded.ended()
+    recorded.end_inputs()
 
     @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         return leaves, (leaves, out_spec, aux)
 
     recorded, (outs, out_spec, aux) = run_recorded(run, flat, primals)
-    recorded.ended()
+    recorded.end_inputs()
     zeros = [torch.zeros_like(x) for x in outs]
     differentiable = [i for i, x in enumerate(outs) if autograd.is_differentiable(x)]
 

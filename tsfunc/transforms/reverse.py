@@ -40,8 +40,8 @@ from tsfunc.transforms.argnums import (
     flatten_output,
     flatten_selected,
     flatten_tensors,
-    level_of,
-    like,
+    level_to_record_on,
+    named_as,
     names_of_selected,
     refuse_unrecorded,
     replace_selected,
@@ -79,7 +79,7 @@ class RecordedRun:
         self.in_jvp = may_carry_outer_tangents(level)
         self.differentiable = outer_grad and self.depends_on_others()
 
-    def ended(self) -> None:
+    def end_inputs(self) -> None:
         """Declare that only the pullback of this run may still differentiate by its inputs."""
         for x in self.inputs:
             end_leaf(x)
@@ -197,7 +197,7 @@ def run_recorded(
     everything: Any,
 ) -> tuple[RecordedRun, Any]:
     """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
-    level = level_of(everything)
+    level = level_to_record_on(everything)
     outer_grad = torch.is_grad_enabled()
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
     with autograd.recording_at(level):
@@ -275,7 +275,7 @@ def _vjp(func: Callable[..., Any], primals: Sequence[Any], has_aux: bool, *, out
         return leaves, (leaves, out_spec, aux)
 
     recorded, (leaves, out_spec, aux) = run_recorded(run, flat, primals)
-    recorded.ended()
+    recorded.end_inputs()
 
     @boundary("the pullback of vjp", func)
     def vjp_fn(
@@ -339,7 +339,7 @@ def _value_and_grad(
     recorded, (out, aux) = run_recorded(run, flat, (args, kwargs))
     value = recorded.outputs[0]
     cts_in = recorded.pullback([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
-    recorded.ended()
+    recorded.end_inputs()
     value = recorded.released(out)
     if not recorded.outer_grad:
         cts_in, value = ([autograd.detached(g) for g in cts_in], autograd.detached(value))
@@ -429,7 +429,7 @@ def _transformed(
         call: computes the result for the arguments and keyword arguments of ``func``.
     """
 
-    @like(func)
+    @named_as(func)
     @boundary(name, func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate(name)) is not None:

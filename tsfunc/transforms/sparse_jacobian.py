@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DataDependentError
 from tsfunc.program.graphs.dependence import dependence
-from tsfunc.transforms.argnums import Argnums, like
+from tsfunc.transforms.argnums import Argnums, named_as
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -91,7 +91,7 @@ def sparse_jacobian(
             f"{API}: layout: expected torch.sparse_coo or torch.sparse_csr, got {layout!r}."
         )
 
-    @like(func)
+    @named_as(func)
     @boundary("sparse_jacobian", func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
@@ -149,7 +149,7 @@ def jacobian_sparsity(
     Griewank and Walther, "Evaluating Derivatives" (2008), chapter 7: propagation of index sets.
     """
 
-    @like(func)
+    @named_as(func)
     @boundary("jacobian_sparsity", func)
     def pattern(*args: Any, **kwargs: Any) -> Any:
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)

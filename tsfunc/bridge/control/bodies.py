@@ -183,11 +183,11 @@ class BodyLevel(TraceLevel, LevelProxy):
         inputs: the outer tensors, in the order of the graph's inputs.
         around: the active levels where the body is called.
         outer_state: the dispatch state there.
-        sizes: records symbolic numbers; its outer numbers are inputs after the tensors.
+        number_nodes: records symbolic numbers; its outer numbers are inputs after the tensors.
         hidden: the vmaps that the body does not see.
     """
 
-    sizes: NumberNodes
+    number_nodes: NumberNodes
     __slots__ = ("around", "hidden", "inputs", "outer_state", "parent", "taken")
 
     def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
@@ -203,7 +203,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         self._kernel_states = {}
         self.taken: dict[int, tuple[Any, Any]] = {}
         self.inputs: list[torch.Tensor] = []
-        self.sizes = NumberNodes(self, parent.sizes)
+        self.number_nodes = NumberNodes(self, parent.number_nodes)
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
@@ -444,7 +444,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
             using(inner),
             preserve_draw_counts(),
             _BodyMode(),
-            level.symbols.in_body(level.graph, level.sizes),
+            level.symbols.in_body(level.graph, level.number_nodes),
         ):
             yield
     finally:

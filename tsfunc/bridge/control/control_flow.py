@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.draw_keys import packed_draw_counts
-from tsfunc.bridge.tracers.operators import TorchOperator, draws
+from tsfunc.bridge.tracers.operators import TorchOperator, may_draw
 
 # Takes the operands of a call and returns the results of a body.
 BodyFunction = Callable[[Sequence[Any]], Sequence[Any]]
@@ -194,7 +194,7 @@ def _draws(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return node.target.random
     op = node.meta.get("op")
-    return isinstance(op, TorchOperator) and draws(op, node.args, node.kwargs)
+    return isinstance(op, TorchOperator) and may_draw(op, node.args, node.kwargs)
 
 
 # NOTE [random numbers of derivatives]

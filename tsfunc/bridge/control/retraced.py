@@ -53,7 +53,7 @@ def retraced(
     with torch_state.outside_all_transforms(), outside_modes():
         level = TraceLevel(name, symbols)
         level.for_torch = True
-        numbers = level.sizes = NumberNodes(level, outside)
+        numbers = level.number_nodes = NumberNodes(level, outside)
         symbols.record_in(level.graph, {})
         try:
             with (

@@ -340,14 +340,14 @@ def operands_of(
     for body in bodies:
         for x in body.level.inputs[count:]:
             tensors.setdefault(id(x), x)
-        for number in body.level.sizes.nodes:
+        for number in body.level.number_nodes.nodes:
             numbers.setdefault(number, number)
     at = {key: count + i for i, key in enumerate(tensors)}
     number_at = {key: count + len(tensors) + i for i, key in enumerate(numbers)}
     places = []
     for body in bodies:
         body_places = [*range(count), *(at[id(x)] for x in body.level.inputs[count:])]
-        own_numbers = [number_at[number] for number in body.level.sizes.nodes]
+        own_numbers = [number_at[number] for number in body.level.number_nodes.nodes]
         places.append(in_graph_order(body.level.graph, body_places, own_numbers))
     return list(tensors.values()), list(numbers.values()), places
 

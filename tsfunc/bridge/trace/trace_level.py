@@ -30,11 +30,11 @@ from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, fixed_metad
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace import draws
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.node_memory import base_node
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
+from tsfunc.bridge.trace.repeated_draws import draw_once
 from tsfunc.bridge.trace.tensor_guards import (
     TensorGuards,
     attribute,
@@ -91,7 +91,7 @@ class TraceLevel(TracerLevel):
         symbols: the symbolic numbers of the trace.
         fake: the mode that computes results.
         repeated: the calls that may be repeated.
-        sizes: records a symbolic number as a node of the graph.
+        number_nodes: records a symbolic number as a node of the graph, and returns it.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
         on_lift: is called with each such tracer and tensor.
@@ -111,8 +111,8 @@ class TraceLevel(TracerLevel):
 
     __slots__ = (
         "backward_passes", "bodies", "effects_from_now", "failing", "fake", "for_torch", "graph",
-        "lifted", "lines", "of_dtensors", "on_lift", "originals", "records", "repeated", "results",
-        "sizes", "symbols", "tensor_guards",
+        "lifted", "lines", "number_nodes", "of_dtensors", "on_lift", "originals", "records",
+        "repeated", "results", "symbols", "tensor_guards",
     )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
@@ -128,7 +128,7 @@ class TraceLevel(TracerLevel):
         self.fake: FakeTensorMode = symbols.fake
         self.results = FakeCache(self.fake)
         self.originals: dict[MetadataKey, torch.Tensor] = {}
-        self.sizes: Callable[[Any], Any] = symbols.record
+        self.number_nodes: Callable[[Any], Any] = symbols.record
         self.lines = UserLines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
@@ -435,7 +435,7 @@ def record_call(
             tracer: TraceTracer = arg if is_of_level else level.lift(arg)  # type: ignore[assignment]
             any_tracks = any_tracks or tracer.tracks
             return tracer.node
-        return level.sizes(arg) if isinstance(arg, SYMBOLIC) else arg
+        return level.number_nodes(arg) if isinstance(arg, SYMBOLIC) else arg
 
     nodes = [map_items(node_of, arg) for arg in args]
     named = {name: map_items(node_of, arg) for name, arg in kwargs.items()}
@@ -579,7 +579,7 @@ def trace_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
             args[0].value = torch.ops.aten.alias.default(args[0].value)
     if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         level = level.bodies[-1]  # the body's code is running, and calls a factory
-    return draws.once(op, args, kwargs, level, _run_and_record)
+    return draw_once(op, args, kwargs, level, _run_and_record)
 
 
 def _run_and_record(op: TorchOperator, args: Args, kwargs: Kwargs, level: TraceLevel) -> Any:
@@ -595,4 +595,4 @@ def node_of_output(value: Any, level: TraceLevel) -> Any:
         return level.lift(value).node
     if isinstance(value, torch.Size):
         return shape_node(level.graph, [node_of_output(size, level) for size in value])
-    return level.sizes(value) if isinstance(value, SYMBOLIC) else value
+    return level.number_nodes(value) if isinstance(value, SYMBOLIC) else value

@@ -135,7 +135,7 @@ class TorchOperator(Operator):
         self.packet: str = overload.overloadpacket.__name__  # without namespace and overload
         self.row = find(self.name)
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        # The arguments that decide if a random operator draws numbers: ``draws``.
+        # The arguments that decide if a random operator draws numbers: ``may_draw``.
         self.training_argument: int | None = None
         self.probability_argument: int | None = None
         if self.random:
@@ -389,7 +389,7 @@ UNDEFINED: Final = frozenset({
 })  # fmt: skip
 
 
-def draws(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
+def may_draw(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     """True if a call may draw random numbers.
 
     Attention draws nothing without a dropout probability, recurrent layers and dropout nothing if
@@ -412,7 +412,7 @@ def draws(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
 
 def needs_rule(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     """True if a call without batched arguments is for the operator's rule, too."""
-    return op.always_ruled and (op.name in _ALWAYS_RULED or draws(op, args, kwargs))
+    return op.always_ruled and (op.name in _ALWAYS_RULED or may_draw(op, args, kwargs))
 
 
 def map_items(function: Callable[[Any], Any], arg: Any) -> Any:

@@ -40,7 +40,7 @@ from torch._C import _parse_dispatch_key
 from tsfunc import hooks
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.operators import draws, operator_of
+from tsfunc.bridge.tracers.operators import may_draw, operator_of
 from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
@@ -156,7 +156,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     trains = operator_of(overload).training_argument is not None
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_storing_data() or (trains and not draws(operator_of(overload), args, kwargs)):
+        if is_storing_data() or (trains and not may_draw(operator_of(overload), args, kwargs)):
             return overload.redispatch(keys & rest, *args, **kwargs)
         level_of_args = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):

@@ -237,13 +237,13 @@ class CachedProgram:
 
     Attributes:
         tree: the structure of the arguments.
-        guard_of_leaves: the guard: a function of the flattened arguments that returns the values
+        flat_guard: the guard: a function of the flattened arguments that returns the values
             the program runs on after these, or None if it may not serve the call.
-        guard_of_reads: the same without the guards on the arguments, except on watched objects.
+        closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         key: the part of the call that does not depend on sizes.
         call_spec: the assumptions about the arguments.
-        guard_of_call: the same guard for arguments that are not flattened; returns all values that
+        call_guard: the same guard for arguments that are not flattened; returns all values that
             the program runs on, or None.
         refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
             narrower one, whose programs serve it.
@@ -253,12 +253,12 @@ class CachedProgram:
 
     program: Program
     tree: optree.PyTreeSpec
-    guard_of_leaves: GuardFunction
-    guard_of_reads: GuardFunction
+    flat_guard: GuardFunction
+    closure_guard: GuardFunction
     reason: str
     key: Any
     call_spec: CallSpec
-    guard_of_call: Enter | None = None
+    call_guard: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
     hits: int = field(default=0, init=False)
@@ -267,7 +267,7 @@ class CachedProgram:
     build: Build = field(init=False)
 
     def __post_init__(self) -> None:
-        self.enter = self.guard_of_call or self._flattened
+        self.enter = self.call_guard or self._flattened
         if self.refuses is not None:
             self.enter = functools.partial(_enter_unless_refused, self.enter, self.refuses)
         self.run, self.build = self.program.run, unflatten_function(self.program.out_tree)
@@ -323,7 +323,7 @@ class CachedProgram:
         return differences(reads, spec.settings, flat)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Return the same as ``guard_of_call``, for arguments in any pytree containers."""
+        """Return the same as ``call_guard``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )
@@ -332,7 +332,7 @@ class CachedProgram:
         orders = self.call_spec.key_orders
         if orders and key_orders(tree, self.call_spec.keyword_order) != orders:
             return None
-        closure_values = self.guard_of_leaves(flat)
+        closure_values = self.flat_guard(flat)
         return None if closure_values is None else [*flat, *closure_values]
 
 
@@ -395,7 +395,7 @@ class Cache:
         self.entries: tuple[CachedProgram, ...] = ()
         self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
-        self.fixed: set[frozenset[str]] = set()
+        self.not_widened: set[frozenset[str]] = set()
         self.required_numbers: frozenset[str] = frozenset()
         self.constants: set[str] = set()
         self.records_autograd = False
@@ -425,7 +425,7 @@ class Cache:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             if entry.key in keys and not entry.call_spec.failing_guards(flat, sizes):
-                closure_values = entry.guard_of_reads(flat)
+                closure_values = entry.closure_guard(flat)
                 if closure_values is not None:
                     return entry, closure_values
         return None
@@ -465,7 +465,7 @@ class Cache:
             self.entries = ()
             self.history.clear()
             self.varied.clear()
-            self.fixed.clear()
+            self.not_widened.clear()
             self.required_numbers = frozenset()
             self.constants.clear()
             self.records_autograd = False

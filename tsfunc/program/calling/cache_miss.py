@@ -155,7 +155,7 @@ class CacheMiss:
                 difference_text(name, *values) for name, values in fewest.items()
             )
         assumptions = Assumptions(
-            records_autograd=cache.records_autograd, recalled=cache.records_autograd
+            records_autograd=cache.records_autograd, autograd_is_remembered=cache.records_autograd
         )
         if serving is None:
             traced, assumptions = self._valid_program(variation.assumed(assumptions))
@@ -171,7 +171,9 @@ class CacheMiss:
                 if serving is None:
                     cache.add(traced[0])
                 fixed, assumptions = trace_until_valid(
-                    self.trace, assumptions.moved(fixed=frozenset(small)), self.next_assumptions
+                    self.trace,
+                    assumptions.with_changes(fixed=frozenset(small)),
+                    self.next_assumptions,
                 )
                 traced = self._general_if_equivalent(traced, fixed)
         cache.records_autograd = assumptions.records_autograd
@@ -206,7 +208,7 @@ class CacheMiss:
         self._compares = True
         exact, alone = trace_until_valid(
             self.trace,
-            assumptions.moved(varying=frozenset(), dims={}, closure_numbers=False),
+            assumptions.with_changes(varying=frozenset(), dims={}, closure_numbers=False),
             self.next_assumptions,
         )
         self._compares = False
@@ -261,15 +263,15 @@ class CacheMiss:
             if narrower is not None:
                 return narrower
         if assumptions.closure_numbers and self.closure_inputs:
-            return assumptions.moved(closure_numbers=False)
+            return assumptions.with_changes(closure_numbers=False)
         if assumptions.varying:
-            return assumptions.moved(varying=frozenset(), dims={})
+            return assumptions.with_changes(varying=frozenset(), dims={})
         if assumptions.described_numbers and self._inputs(assumptions)[2]:
-            return assumptions.moved(described_numbers=False)
+            return assumptions.with_changes(described_numbers=False)
         # ``item()`` of a tensor with several elements is a DataDependentError.
         refused = isinstance(error, DataDependentError) or not isinstance(error, TsfuncError)
         if refused and self.small and not assumptions.fixed:
-            return assumptions.moved(fixed=frozenset(self.small))
+            return assumptions.with_changes(fixed=frozenset(self.small))
         return None
 
     def _inputs(
@@ -394,7 +396,7 @@ class CacheMiss:
             self.flat, self.sizes
         ):
             # A condition on the number and the sizes in general fails for those of the call.
-            raise Retrace(assumptions.moved(described_numbers=False))
+            raise Retrace(assumptions.with_changes(described_numbers=False))
         self.variation.check(entry, assumptions)
         return entry, reads.values
 
@@ -442,7 +444,7 @@ class CacheMiss:
         alone = frozenset(self.name_of(spec.position) for spec in refused if spec.undescribed)
         if alone:
             changes |= self.variation.without(alone, assumptions)
-        return Retrace(assumptions.moved(**changes))
+        return Retrace(assumptions.with_changes(**changes))
 
     def _reason(self, assumptions: Assumptions) -> str:
         """Return the reason for a new program."""

@@ -280,7 +280,7 @@ class _Trace:
 
     def _retrace_with_autograd(self) -> NoReturn:
         """Have the function traced again, with autograd recording."""
-        raise Retrace(self.assumptions.moved(records_autograd=True))
+        raise Retrace(self.assumptions.with_changes(records_autograd=True))
 
     def _arguments(self) -> list[Any]:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
@@ -364,8 +364,10 @@ class _Trace:
             needed, held = self.gradients.passes.needed, self.assumptions
             if needed and not held.records_autograd:
                 self._retrace_with_autograd()  # the function has handled the exception
-            if held.recalled and not needed:
-                raise Retrace(held.moved(recalled=False, records_autograd=False))
+            if held.autograd_is_remembered and not needed:
+                raise Retrace(
+                    held.with_changes(autograd_is_remembered=False, records_autograd=False)
+                )
         except Exception as error:
             rewrite_size_error(request.label, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -391,7 +393,9 @@ class _Trace:
             id(x.sample) in function_tensors and id(x.sample) not in aliased for x in inputs
         ):
             raise Retrace(
-                self.assumptions.moved(compares_identity=True, closure_tensors=function_tensors)
+                self.assumptions.with_changes(
+                    compares_identity=True, closure_tensors=function_tensors
+                )
             )
         guards = instances.builder.closure_guards
         for spec in inputs:

@@ -180,7 +180,7 @@ def narrowed(
     dims = {name: by_name[dim.name] for name, dim in assumptions.dims.items()}
     if not all(dim.admits(sizes[name]) for name, dim in dims.items()):
         return None
-    return assumptions.moved(dims=dims, narrowed=assumptions.narrowed + 1)
+    return assumptions.with_changes(dims=dims, narrowed=assumptions.narrowed + 1)
 
 
 def with_named_dims(
@@ -327,12 +327,12 @@ class Variation:
         names = varying(
             self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.required_numbers
         )
-        if not names or names in self.cache.fixed:
+        if not names or names in self.cache.not_widened:
             return assumptions
         self._tried = names
         placed = names.intersection(self.where)
         dims = new_dims(placed, self.facts, self.cache.varied, self.named_dims)
-        return assumptions.moved(varying=names, dims=dims)
+        return assumptions.with_changes(varying=names, dims=dims)
 
     def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return assumptions with narrower dims after a trace that has failed, or None."""
@@ -361,19 +361,19 @@ class Variation:
         names = assumptions.varying
         needed = self._needed(entry) & names
         if needed:
-            raise Retrace(assumptions.moved(**self.without(needed, assumptions)))
+            raise Retrace(assumptions.with_changes(**self.without(needed, assumptions)))
         bound_to_sizes = any(condition.dims for condition in entry.call_spec.conditions)
         fails = not names.isdisjoint(self.positions) and entry.call_spec.failing_guards(
             self.call.flat, self.sizes
         )
         if names and (bound_to_sizes or fails):
-            raise Retrace(assumptions.moved(varying=frozenset(), dims={}))
+            raise Retrace(assumptions.with_changes(varying=frozenset(), dims={}))
 
     def without(self, needed: Names, assumptions: Assumptions) -> dict[str, Any]:
         """Return the changes of assumptions after which some numbers stay constants."""
         self.cache.required_numbers |= needed
         self._tried = names = assumptions.varying - needed
-        names = frozenset() if names in self.cache.fixed else names
+        names = frozenset() if names in self.cache.not_widened else names
         return {"varying": names, "dims": assumptions.dims if names else {}}
 
     def _needed(self, entry: CachedProgram) -> Names:
@@ -393,7 +393,7 @@ class Variation:
         """Note the values that vary in the new program, and those that can't."""
         self._served = assumptions.varying
         if self._tried and not self._served:
-            self.cache.fixed.add(self._tried)
+            self.cache.not_widened.add(self._tried)
 
     def remember(self, entry: CachedProgram, called: bool) -> str | None:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].
@@ -476,7 +476,7 @@ class Variation:
             described = self._described(offered, seen) if offered else ""
         except DescriptorError:
             described = ""
-        if described and any(tried.intersection(offered) for tried in self.cache.fixed):
+        if described and any(tried.intersection(offered) for tried in self.cache.not_widened):
             text += (
                 f"\nIt is not known that one program can serve all values: the function relies on "
                 f"a value, or may treat a torch.SymInt or torch.SymFloat unlike a number "

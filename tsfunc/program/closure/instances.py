@@ -228,7 +228,7 @@ class Instances:
             Retrace: the function puts tensors into an object that it only changes.
         """
         if self._counted_tensors:
-            raise Retrace(assumptions.moved(guards_changed=True))
+            raise Retrace(assumptions.with_changes(guards_changed=True))
         if self.builder.closure != "freeze":
             self.generators.refuse_advanced()
         return updates_of(changes, self.builder)

@@ -157,7 +157,7 @@ def check_constraints(
     refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
     own_names = names_in_own_constraints(rest)
     if own_names and not assumptions.other_hints:
-        raise Retrace(assumptions.moved(other_hints=own_names, refusal=refusal))
+        raise Retrace(assumptions.with_changes(other_hints=own_names, refusal=refusal))
     raise refusal
 
 

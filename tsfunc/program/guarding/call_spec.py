@@ -48,7 +48,7 @@ class CallSpec:
     Attributes:
         tree: the structure of the arguments, a tuple of (args, kwargs).
         leaves: the flattened arguments, with None in place of a tensor, and ``WatchedPlaceholder``
-            in place of an object whose attributes the program's ``guard_of_reads`` checks.
+            in place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their samples have no data.
         settings: torch's settings.
         keyword_order: True if the function sees the order of the keyword arguments.

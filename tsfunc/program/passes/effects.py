@@ -16,7 +16,7 @@ from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
-    draws,
+    may_draw,
     objects_in,
     updates_statistics,
 )
@@ -51,7 +51,7 @@ def is_random(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return node.target.opaque or node.target.random
     op = node.meta.get("op")
-    return isinstance(op, TorchOperator) and draws(op, node.args, node.kwargs)
+    return isinstance(op, TorchOperator) and may_draw(op, node.args, node.kwargs)
 
 
 def checks(node: torch.fx.Node) -> bool:
@@ -76,7 +76,7 @@ def is_pure(node: torch.fx.Node) -> bool:
     if "call" in node.meta:
         return False
     if isinstance(op, TorchOperator) and op.name not in STATISTICS:
-        return not (op.writes or op.asserts or draws(op, node.args, node.kwargs))
+        return not (op.writes or op.asserts or may_draw(op, node.args, node.kwargs))
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))
 
 

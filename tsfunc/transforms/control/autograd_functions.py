@@ -211,7 +211,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     results = [result for result in body.end(wanted) if result is not None]
     maps = _maps(trace, [unwrap_all(x)[1] for x in tensors], [result.stack for result in results])
     op = FunctionCall(callee, maps, written)
-    numbers = [trace.sizes(size) for size in sizes]
+    numbers = [trace.number_nodes(size) for size in sizes]
     outputs = list(call_control_flow(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
         outputs[position] = values[i].copy_(outputs[position])

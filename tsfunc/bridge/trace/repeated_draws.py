@@ -22,7 +22,7 @@ _CLONE = operator_of(torch.ops.aten.clone.default)
 _COPY = operator_of(torch.ops.aten.copy_.default)
 
 
-def once(
+def draw_once(
     op: TorchOperator, args: Args, kwargs: Kwargs, trace: Any, record: Callable[..., Any]
 ) -> Any:
     """Return the results of a call in a trace; in a rerun, with the numbers of the first run.
