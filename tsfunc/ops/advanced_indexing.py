@@ -64,12 +64,12 @@ def _without_masks(indices: Sequence[Any], bdims: Sequence[Any]) -> tuple[list[A
 
 def _masks_fit(x: Tensor, bdim: int | None, indices: Sequence[Any], bdims: Sequence[Any]) -> bool:
     """True if each mask has the sizes of the dims that it indexes. A symbolic size fits."""
-    sizes = [size for dim, size in enumerate(x.shape) if dim != bdim]
+    sizes = logical_shape(x, bdim)
     for index, index_bdim in zip(indices, bdims, strict=True):
         if not _is_mask(index):
             sizes = sizes[1:]
             continue
-        shape = [size for d, size in enumerate(index.shape) if d != index_bdim]
+        shape = logical_shape(index, index_bdim)
         indexed, sizes = sizes[: len(shape)], sizes[len(shape) :]
         if len(indexed) < len(shape):
             return False

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import batch_to_front
+from tsfunc.ops.dims import batch_to_front, logical_rank
 
 
 def channels_last(x: Tensor, bdim: int | None) -> bool:
     """True if each example is channels-last, decided from its strides as torch does."""
-    rank = x.dim() - (bdim is not None)
+    rank = logical_rank(x, bdim)
     if rank not in (4, 5):
         return False
     pairs = [pair for dim, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if dim != bdim]

@@ -68,7 +68,7 @@ def _with_bias(
     out: Tensor, bdim: int | None, bias: Tensor | None, p: int | None
 ) -> tuple[Tensor, int]:
     if bias is not None:
-        spatial = (out.dim() if bdim is None else out.dim() - 1) - 2
+        spatial = logical_rank(out, bdim) - 2
         bias = bias.movedim(p, 0) if p else bias
         for _ in range(spatial):
             bias = bias.unsqueeze(-1)

@@ -59,8 +59,8 @@ def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
 
 def logical_matmul(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
     """Return ``matmul`` of logical tensors, at least one of them batched."""
-    rank = x.dim() if p is None else x.dim() - 1
-    other = y.dim() if q is None else y.dim() - 1
+    rank = logical_rank(x, p)
+    other = logical_rank(y, q)
     if other == 1:
         return _times_vector(x, p, y, q)
     if rank == 1:
@@ -112,7 +112,7 @@ def product_of_ranks(first: int, second: int) -> Rule:
     def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, y = args
         p, q = bdims
-        if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
+        if logical_rank(x, p) != first or logical_rank(y, q) != second:
             return raise_as_one_example(op, bdims, args, kwargs)
         _check_dtypes(op, bdims, args, kwargs)
         try:

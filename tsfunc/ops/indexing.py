@@ -16,6 +16,7 @@ from tsfunc.ops.dims import (
     expand_to_front,
     flatten_logical,
     logical_rank,
+    logical_shape,
     physical_dim,
     refuse_inplace,
     wrap_dim,
@@ -112,7 +113,7 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
 
 def _element_count(x: Tensor, bdim: int | None) -> Any:
     """Return the number of elements of one example."""
-    return math.prod(size for dim, size in enumerate(x.shape) if dim != bdim)
+    return math.prod(logical_shape(x, bdim))
 
 
 def _as_halves(x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def example_of(x: Tensor, bdim: int | None) -> Tensor:
     """Return a tensor with the shape and dtype of one example and unspecified values."""
     if bdim is None:
         return x
-    return x.new_empty([size for dim, size in enumerate(x.shape) if dim != bdim])
+    return x.new_empty(logical_shape(x, bdim))
 
 
 def draw_shape_like(level: RuleLevel, x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import function_name, logical_rank
+from tsfunc.ops.dims import function_name, logical_rank, logical_shape
 from tsfunc.ops.keywords import keyword_bdim
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel
 
@@ -62,7 +62,7 @@ def _example(value: Any, bdim: Any) -> Any:
     if not isinstance(value, Tensor) or bdim is None:
         return value
     if value.shape[bdim] == 0:
-        return value.new_zeros([size for dim, size in enumerate(value.shape) if dim != bdim])
+        return value.new_zeros(logical_shape(value, bdim))
     return value.select(bdim, 0).clone()
 
 
@@ -136,7 +136,7 @@ def _argument_key(value: Any, bdim: Any) -> Any:
 def _zeros(value: Any, bdim: Any) -> Any:
     """Return zeros in the shape of one example for a tensor; other values are unchanged."""
     if isinstance(value, Tensor):
-        shape = [size for dim, size in enumerate(value.shape) if dim != bdim]
+        shape = logical_shape(value, bdim)
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
     if isinstance(value, list | tuple):
         return _map_items(_zeros, value, bdim)

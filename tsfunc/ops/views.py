@@ -16,6 +16,7 @@ from tsfunc.ops.dims import (
     batch_to_front,
     check_dims_of_scalar,
     every_dim,
+    logical_shape,
     memory_span,
     physical_dim,
     physical_dims,
@@ -281,7 +282,7 @@ def _check_memory(
     if any(type(number) is not int for number in (*sizes, *strides, offset)) or 0 in sizes:
         return
     begin: Any = x.storage_offset()
-    shape = [size for dim, size in enumerate(x.shape) if dim != bdim]
+    shape = logical_shape(x, bdim)
     steps = [step for dim, step in enumerate(x.stride()) if dim != bdim]
     last = offset + memory_span(sizes, strides) - 1
     end = begin + memory_span(shape, steps) - 1
