@@ -31,7 +31,7 @@ def embedding(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
         weight, p = weight.expand(size, *weight.shape), 0
     if p is None:
         return op(weight, indices, *rest), q
-    if weight.dim() != 3:
+    if weight.dim() != 3 or indices.dtype not in (torch.int64, torch.int32):
         return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if padding >= 0 or by_frequency:

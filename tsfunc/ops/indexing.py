@@ -235,6 +235,7 @@ def _index_mask(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 @row("aten::take")
+@checked
 def take(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Index into the flattened elements of each example."""
     x, index = args

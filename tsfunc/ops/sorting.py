@@ -111,6 +111,7 @@ def searchsorted_number(
 
 
 @row("aten::bucketize.Tensor")
+@checked
 def bucketize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call searchsorted with the arguments in reverse order."""
     if bdims[1] is None:
@@ -119,6 +120,7 @@ def bucketize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
 
 
 @row("aten::bucketize.Scalar")
+@checked
 def bucketize_number(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

@@ -234,7 +234,7 @@ _BOTH = """
     true_divide.Scalar true_divide.Tensor floor_divide.Scalar
     fmod.Scalar fmod.Tensor remainder.Scalar remainder.Tensor
     atan2 arctan2 copysign.Scalar copysign.Tensor hypot nextafter gcd lcm igamma igammac
-    xlogy.Tensor xlogy.Scalar_Other addcmul addcdiv lerp.Scalar lerp.Tensor
+    xlogy.Tensor xlogy.Scalar_Other addcmul addcdiv
     clamp_max.Tensor clamp_min.Tensor
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
     le.Scalar le.Tensor lt.Scalar lt.Tensor
@@ -275,10 +275,11 @@ _PLAIN = """
 """
 
 # Operators that take only operands of one dtype, even beside a tensor without dims.
-_OF_ONE_DTYPE = "complex polar heaviside"
+_OF_ONE_DTYPE = "complex polar heaviside lerp.Scalar lerp.Tensor"
+_OF_ONE_DTYPE_INPLACE = "heaviside_ lerp_.Scalar lerp_.Tensor"
 
 _INPLACE = """
-    clamp_ clamp_.Tensor clip_ clip_.Tensor heaviside_
+    clamp_ clamp_.Tensor clip_ clip_.Tensor
     __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor __ixor__.Scalar __ixor__.Tensor
     floor_divide_.Tensor __ilshift__.Scalar __ilshift__.Tensor
     __irshift__.Scalar __irshift__.Tensor
@@ -309,4 +310,5 @@ _plain, _inplace = _with_inplace(_BOTH)
 rows(pointwise, *_plain, *aten_names(_PLAIN), *_POLYNOMIALS)
 rows(pointwise, *aten_names(_BACKWARD))
 rows(checked(pointwise), *aten_names(_OF_ONE_DTYPE))
+rows(checked(pointwise_inplace), *aten_names(_OF_ONE_DTYPE_INPLACE))
 rows(pointwise_inplace, *_inplace, *aten_names(_INPLACE))
