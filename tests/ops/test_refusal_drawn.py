@@ -31,7 +31,8 @@ NUMBERS = (-9, -1, 0, 1, 2, 3, 17)
 # torch itself writes past the end of memory, or allocates without bound, for some changed calls.
 UNSAFE = {
     "lu_unpack", "linalg.ldl_solve", "combinations", "empty_strided",
-    "as_strided",  # addresses the memory of the batch: tests/transforms/test_strided_views.py
+    # These address the memory of the batch: tests/transforms/test_strided_views.py.
+    "as_strided", "as_strided_copy",
     # running statistics of another length
     "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update",
 }  # fmt: skip
@@ -48,7 +49,7 @@ QUICK = """
     isin nn.functional.one_hot __getitem__ index_put nn.functional.gaussian_nll_loss
     nn.functional.dropout nn.functional.dropout2d nn.functional.alpha_dropout
     nn.functional.feature_alpha_dropout
-    lerp take bucketize nn.functional.embedding
+    lerp take bucketize nn.functional.embedding repeat_interleave to_sparse
 """.split()
 
 

@@ -25,7 +25,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     op_name,
 )
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import checked, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree_on_results, check_equal_rows, common_value
 from tsfunc.user_code import user_location
@@ -236,15 +236,17 @@ def repeat_interleave(
 ) -> Any:
     """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
-    ends = batch_to_front(args[0], bdims[0]).cumsum(1)
+    counts = batch_to_front(args[0], bdims[0])
+    ends, sums = counts.cumsum(1), counts.sum(1)
     if count is None:
         if level.splitter is None:
             refuse_dynamic_size(
                 op, "Give repeat_interleave an output_size that holds for all examples"
             )
-        sums = batch_to_front(args[0], bdims[0]).sum(1)
         check_equal_rows(op, level, sums)
         count = int(sums[0])
+    else:
+        require(sums == count, "repeat_interleave: output_size is not the sum of the repeats")
     positions = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
     return torch.searchsorted(ends, positions, right=True).to(args[0].dtype), 0
 

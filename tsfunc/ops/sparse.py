@@ -31,6 +31,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.dynamic import refuse_dynamic_size
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
 from tsfunc.ops.splitting import check_equal_rows
@@ -289,6 +290,7 @@ def _convert_indices(chosen: Tensor, stored: int, sign: int) -> Tensor:
 
 
 @row("aten::_to_sparse.sparse_dim")
+@checked
 def to_sparse_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim becomes an additional sparse dim."""
     return op(batch_to_front(args[0], bdims[0]), args[1] + 1), 0
