@@ -131,6 +131,55 @@ def test_a_backward_pass_reaches_the_argument_of_a_captured_linear_map(
             assert not use(linear)(X).requires_grad
 
 
+class Padded(torch.autograd.Function):
+    """Its rules make tensors and write into them."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = torch.zeros(x.shape, dtype=x.dtype)
+        result[:] = grad * x.cos()
+        return result + torch.zeros_like(x)
+
+
+PADDED: Any = Padded.apply
+# Their derivatives are formulas in C++ that compute with saved values alone, or make tensors.
+WITH_FORMULAS: dict[str, Function] = {
+    "prod": lambda y: y.prod() + y[1:].sin(),
+    "prod of zero": lambda y: (y * torch.tensor([1.0, 0.0, 1.0])).prod() * y,
+    "norm": lambda y: y.norm(p=3) * y.sin(),
+    "vector_norm": lambda y: torch.linalg.vector_norm(y.expand(2, 3), ord=2.5, dim=1),
+    "cumprod": lambda y: y.cumprod(0),
+    "logcumsumexp": lambda y: y.logcumsumexp(0),
+    "amax": lambda y: y.amax() * y,
+    "median": lambda y: y.median() * y,
+    "index_put": lambda y: y.index_put((torch.tensor([0, 0]),), y[1:], accumulate=True),
+    "unfold": lambda y: y.unfold(0, 2, 1),
+    "slogdet": lambda y: torch.linalg.slogdet(torch.outer(y, y) + torch.diag(y.exp()))[1],
+    "pool": lambda y: torch.nn.functional.max_pool1d(y[None], 2, 1),
+    "Function": lambda y: PADDED(y) * y,
+}
+
+
+@pytest.mark.parametrize("name", WITH_FORMULAS)
+def test_tensors_that_a_backward_formula_makes_have_their_values(name: str) -> None:
+    value, pull = tsfunc.vjp(WITH_FORMULAS[name], Y)
+    program = tsfunc.specialize(pull)
+    cotangents = torch.randn(3, *value.shape, dtype=torch.float64)
+    expected = torch.stack([pull(ct)[0] for ct in cotangents])
+    results = torch.stack([program(ct)[0] for ct in cotangents])
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.specialize(pull))(cotangents)[0], expected)
+
+
 @pytest.mark.parametrize("made", MAPS)
 @pytest.mark.parametrize("outer", ["call", "jvp"])
 def test_a_map_through_branches_of_examples_is_not_for_a_program(outer: str, made: str) -> None:

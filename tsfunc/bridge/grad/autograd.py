@@ -31,12 +31,14 @@ from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
     in_backward_formula,
     own_passes,
+    reaches_factory_kernels,
     records_on_values,
     set_grad_mode,
+    without_factory_key,
 )
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
-from tsfunc.dispatch import current_levels
+from tsfunc.dispatch import DispatchKey, current_levels
 from tsfunc.ops.dims import is_expanded, without_overlaps
 
 _alias = torch.ops.aten.alias.default
@@ -431,7 +433,7 @@ def backward(
     passes[0] += 1
     engine: Any = Variable._execution_engine
     try:
-        with watching_random() if create_graph else nullcontext():
+        with watching_random() if create_graph else nullcontext(), _factories_of(pairs[0][0]):
             return list(
                 engine.run_backward(
                     tuple(out for out, _ in pairs),
@@ -445,6 +447,17 @@ def backward(
             )
     finally:
         passes[0] -= 1
+
+
+def _factories_of(output: torch.Tensor) -> Any:
+    """Context manager: tensors that the formulas of a graph make are those of its level.
+
+    A trace inside of the level must not make them: C++ computes with the values that the graph has
+    saved, and reads the memory of the tensors that it makes for this, which a traced one lacks.
+    """
+    depth = output.dispatch_level.depth if isinstance(output, Tracer) else 0
+    traced = any(x.key is DispatchKey.Trace and x.depth > depth for x in current_levels())
+    return without_factory_key() if traced and reaches_factory_kernels() else nullcontext()
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:

@@ -390,6 +390,17 @@ def with_factory_key() -> Any:
     return _IncludeDispatchKeyGuard(_FACTORY_KEY)
 
 
+def reaches_factory_kernels() -> bool:
+    """True if factory functions that are not random reach the kernels of ``registrations``."""
+    return bool(_dispatch_tls_local_include_set().has(_FACTORY_KEY))
+
+
+def without_factory_key() -> Any:
+    """Context manager: such functions are torch's own, but for calls in ``with_factory_key``."""
+    include = _dispatch_tls_local_include_set().remove(_FACTORY_KEY)
+    return _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set())
+
+
 def after(key: str) -> Any:
     """Return the dispatch keys after one, for a kernel that redispatches its call."""
     parsed: Any = _parse_dispatch_key(key)
