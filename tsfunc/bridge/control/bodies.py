@@ -44,6 +44,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.bridge.tracers.operators import map_items
+from tsfunc.bridge.tracers.torch_state import recording_from_here
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.bridge.tracers.user_queries import suppress_guards
@@ -435,6 +436,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
 
     inside = [other for other in state.levels if other.depth > level.depth]
     inner = state.replace(levels=seen(state.levels), remap_args=None)
+    recording = [x for x in state.levels if isinstance(x, TracerLevel) and x.depth >= level.depth]
     level.bodies.append(level)
     # A mask keeps the name of the number of its elements, which has no value in another graph.
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
@@ -443,6 +445,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
             replacing_captured_levels(inside, seen),
             using(inner),
             preserve_draw_counts(),
+            recording_from_here([x.torch_state for x in recording]),
             _BodyMode(),
             level.symbols.in_body(level.graph, level.number_nodes),
         ):

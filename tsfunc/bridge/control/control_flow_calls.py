@@ -63,12 +63,14 @@ class _Call:
     Attributes:
         saved: the number of inputs that autograd saves as tensors, None for all: a checkpoint
             expects that a rerun saves the tensors of the first run.
+        quiet: True if the function has turned grad mode off around a level of the inputs.
     """
 
     op: ControlFlow
     trace: TraceLevel
     numbers: tuple[Any, ...]
     saved: int | None = None
+    quiet: bool = False
 
     def states(
         self, results: Sequence[TracedResult]
@@ -103,6 +105,7 @@ class _Call:
         if depth <= self.trace.depth:
             return self.record(inputs, results)
         inner = [x.value if x.dispatch_level.depth == depth else x for x in inputs]
+        levels = [x.dispatch_level for x in inputs if x.dispatch_level.depth == depth]
         stripped, frames = [], []
         for result in results:
             wrapped = result.stack.frames
@@ -110,7 +113,10 @@ class _Call:
             frames.append(wrapped[0] if is_at_depth else None)
             rest = TracerStack(wrapped[1:]) if is_at_depth else result.stack
             stripped.append(TracedResult(result.value, rest))
-        outputs = self.at(inner, stripped)
+        # The function may have turned grad mode off at a level that the trace does not know of.
+        recorded = all(level.torch_state.grad_mode for level in levels[:1])
+        call = self if recorded else replace(self, quiet=True)
+        outputs = call.at(inner, stripped)
         return tuple(
             value if frame is None else TracerStack((frame,)).wrap(value)
             for value, frame in zip(outputs, frames, strict=True)
@@ -122,7 +128,7 @@ class _Call:
         nodes = [x.node for x in inputs]
         node = trace.record(self.op, (*nodes, *self.numbers))
         with trace.restored():  # the grad mode of a backward pass is not that of the program
-            recorded = torch.is_grad_enabled()
+            recorded = torch.is_grad_enabled() and not self.quiet
         tracks = recorded and any(x.tracks for x in inputs)
         if not recorded and (trace.torch_state.grad_mode or trace.torch_state.paused):
             node.meta["no_grad"] = True

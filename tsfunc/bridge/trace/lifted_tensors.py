@@ -146,8 +146,8 @@ class BackwardPasses:
 
     def records_needlessly(self, results: Sequence[Any]) -> bool:
         """True if no result, and no tensor from outside, needs the program's own graph."""
-        if not self._freed:
-            return False
+        if not self._freed or not self.level.records:
+            return False  # without records, the level's graphs lead to the function's leaves only
         outside = [tracer for _, tracer in self.level.lifted.values()]
         outside += [tracer for tracer, _ in self.level.tensor_guards.arguments]
         with DisableTorchFunctionSubclass():

@@ -301,6 +301,27 @@ def in_backward_formula() -> bool:
     return _current_graph_task_id() not in (-1, _reruns.by)
 
 
+@contextmanager
+def recording_from_here(states: Sequence[TorchState]) -> Iterator[None]:
+    """Context manager: if grad mode is on, it means the values inside of the levels' tensors, too.
+
+    The graph of a body is differentiated by itself: a ``torch.no_grad()`` around the derivative
+    concerns the call of the body, and a ``torch.no_grad()`` in the body concerns its operators.
+
+    Args:
+        states: the states that the levels have captured.
+    """
+    before = [(state.grad_mode, state.paused) for state in states]
+    if _is_grad_enabled():
+        for state in states:
+            state.grad_mode, state.paused = True, False
+    try:
+        yield
+    finally:
+        for state, (grad_mode, paused) in zip(states, before, strict=True):
+            state.grad_mode, state.paused = grad_mode, paused
+
+
 class RestoredTorchState:
     """Context manager that restores the captured sets, and grad mode off if it was captured so.
 
