@@ -25,7 +25,8 @@ x`` would put the symbol into the dict.
 
 NOTE [operations that raise]
 ``12 / k`` raises if k is 0. A function that catches the error has another path for this value, so
-an operation of symbolic numbers that raises in a trace guards the values of its operands.
+an operation of symbolic numbers that raises in a trace guards the values of its operands. One that
+does not raise, where a function may catch its error, guards the condition for that: ``k != 0``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -47,7 +49,7 @@ from tsfunc.bridge.tracers.torch_settings import replaces_in_traces
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.bridge.tracers.user_queries import LISTS, PYTHON_TYPES, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
-from tsfunc.dispatch.user_checks import looked_up
+from tsfunc.dispatch.user_checks import looked_up, may_be_caught
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.types.sizes import DimExpr, solved_for
 
@@ -310,18 +312,29 @@ for _kind in (torch.SymInt, torch.SymFloat):
 # --- operations of numbers: NOTE [operations that raise]
 
 
-def _guarding_errors(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation of numbers that guards the values of its operands if it raises."""
+def _guarding_errors(
+    operation: Callable[..., Any], is_defined: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return an operation of numbers that guards its operands where a function needs this.
+
+    Args:
+        is_defined: the condition on the operands under which the operation does not raise.
+    """
 
     @functools.wraps(operation)
     def guarded(*operands: Any) -> Any:
         try:
-            return operation(*operands)
+            result = operation(*operands)
         except (ArithmeticError, ValueError):
             for number in operands:
                 if type(number) in _SYMBOLIC_NUMBERS and _known_in_trace(number):
                     bool(number == number.node.hint)
             raise
+        if is_defined is not None and result is not NotImplemented:
+            symbolic = any(type(x) in _SYMBOLIC_NUMBERS and _known_in_trace(x) for x in operands)
+            if symbolic and may_be_caught(sys._getframe(1)):
+                bool(is_defined(*operands))
+        return result
 
     return guarded
 
@@ -332,16 +345,32 @@ def _known_in_trace(number: Any) -> bool:
     return symbols is not None and number.node.hint is not None and in_user_code()
 
 
-_BINARY = ("truediv", "floordiv", "mod", "pow", "lshift", "rshift")
-_OPERATIONS_THAT_RAISE: Final = (
-    *(f"__{name}__" for name in _BINARY), *(f"__r{name}__" for name in _BINARY),
-    "__floor__", "__ceil__", "__trunc__", "__round__",
-)  # fmt: skip
+def _has_divisor(_dividend: Any, divisor: Any) -> Any:
+    return divisor != 0
+
+
+def _has_count(_number: Any, count: Any) -> Any:
+    return count >= 0
+
+
+def _has_power(base: Any, exponent: Any) -> Any:
+    return exponent >= 0 or base != 0
+
+
+_BINARY: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "truediv": _has_divisor, "floordiv": _has_divisor, "mod": _has_divisor, "pow": _has_power,
+    "lshift": _has_count, "rshift": _has_count,
+}  # fmt: skip
 _SYMBOLIC_NUMBERS: Final = frozenset({torch.SymInt, torch.SymFloat})
 
 for _kind in (torch.SymInt, torch.SymFloat):
-    for _name in _OPERATIONS_THAT_RAISE:
+    for _name in ("__floor__", "__ceil__", "__trunc__", "__round__"):
         setattr(_kind, _name, _guarding_errors(getattr(_kind, _name)))
+    for _name, _defined in _BINARY.items():
+        _left, _right = f"__{_name}__", f"__r{_name}__"
+        _swapped = functools.partial(lambda defined, x, y: defined(y, x), _defined)
+        setattr(_kind, _left, _guarding_errors(getattr(_kind, _left), _defined))
+        setattr(_kind, _right, _guarding_errors(getattr(_kind, _right), _swapped))
 
 
 # torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.
