@@ -158,6 +158,21 @@ def test_a_tensor_from_outside_that_is_written_into() -> None:
         tsfunc.vmap(lambda y: tsfunc.grad(func)(X[0]) * y)(X)
 
 
+def test_backward_of_an_output_of_vjp_frees_the_graph_of_the_pullback() -> None:
+    ones = torch.ones_like(X)
+    for api in (tsfunc, torch.func):
+        leaf = X.clone().requires_grad_()
+        out, pull = api.vjp(torch.sin, leaf)
+        out.sum().backward(retain_graph=True)
+        torch.testing.assert_close(pull(ones)[0], X.cos())
+        out.sum().backward()
+        if api is torch.func:
+            pull(ones)
+        else:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                pull(ones)
+
+
 def test_a_tensor_from_outside_that_jvp_writes_into() -> None:
     captured = torch.zeros(4)
 
