@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch._C import DisableTorchFunction
-
 from tsfunc.bridge.batch.empty_batches import may_fail_on_empty_batch, run_on_made_up_example
 from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.split_level import before_write
@@ -15,6 +12,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     BatchLevel,
     BatchTracer,
     bdims_of,
+    detached_operand,
     rewrap,
     unwrap,
     unwrap_args,
@@ -29,7 +27,6 @@ from tsfunc.bridge.tracers.operators import (
     tensors_in,
 )
 from tsfunc.bridge.tracers.torch_state import has_autocast_kernel, is_autocasting, suspend_autocast
-from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -61,8 +58,8 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for position in op.written:
             before_write(level, args[position : position + 1])
     if level.detaches_operands:
-        args = [map_items(_detached_operand, arg) for arg in args]
-        kwargs = {name: map_items(_detached_operand, arg) for name, arg in kwargs.items()}
+        args = [map_items(detached_operand, arg) for arg in args]
+        kwargs = {name: map_items(detached_operand, arg) for name, arg in kwargs.items()}
     _, values, kinds = unwrap_args(args, level)
     for position in op.written if isinstance(op, TorchOperator) else ():
         for value in tensors_in(values[position : position + 1]):
@@ -85,14 +82,6 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         with suspend_autocast():  # NOTE [autocast and rules]
             return _by_rule(op, level, args, kwargs, values, bdims)
     return _by_rule(op, level, args, kwargs, values, bdims)
-
-
-def _detached_operand(value: Any) -> Any:
-    """Return an argument as a level that detaches operands uses it."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or not value.requires_grad:
-        return value
-    with DisableTorchFunction():  # a trace around the level would read the tensor with its graph
-        return value.detach()
 
 
 def _by_rule(

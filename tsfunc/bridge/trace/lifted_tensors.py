@@ -40,6 +40,7 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.backward import graph_leaves, nodes_of
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, detached_operand
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.torch_state import reaches_factory_kernels, with_factory_key
@@ -272,6 +273,9 @@ class Lifting(UserCode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            innermost = tls.state.levels[-1]
+            if isinstance(innermost, BatchLevel) and innermost.detaches_operands:
+                value = detached_operand(value)
             return self.level.lifted_here(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)

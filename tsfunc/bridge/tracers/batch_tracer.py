@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 
 from tsfunc import hooks
 from tsfunc.bridge import compiled
@@ -478,6 +478,14 @@ def _levels_of(args: Sequence[Any]) -> Iterator[BatchLevel]:
             yield arg.dispatch_level
         elif type(arg) in _SEQUENCES:
             yield from _levels_of(arg)
+
+
+def detached_operand(value: Any) -> Any:
+    """Return an argument as a level that detaches operands uses it."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or not value.requires_grad:
+        return value
+    with DisableTorchFunction():  # a trace around the level would read the tensor with its graph
+        return value.detach()
 
 
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
