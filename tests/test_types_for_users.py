@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -45,6 +45,68 @@ def test_transforms_keep_the_type_of_the_result() -> None:
     assert_type(tsfunc.vjp(loss, params, X[0])[0], Tensor)
     assert_type(tsfunc.linearize(torch.sin, X)[1](X), Tensor)
     assert_type(tsfunc.stop_gradient(params), dict[str, Tensor])
+
+
+def test_transforms_keep_the_parameters_of_the_function() -> None:
+    params = {"w": torch.ones(3)}
+    losses: Callable[[dict[str, Tensor], Tensor], Tensor] = tsfunc.vmap(lost, in_dims=(None, 0))
+    assert_type(losses(params, X), Tensor)
+    gradients: Callable[[dict[str, Tensor], Tensor], Any] = tsfunc.vmap(
+        tsfunc.grad(tsfunc.checkpoint(lost)), in_dims=(None, 0)
+    )
+    assert gradients(params, X)["w"].equal(X)
+    values, _ = tsfunc.vmap(tsfunc.value_and_grad(lost), in_dims=(None, 0))(params, X)
+    assert_type(values, Tensor)
+    if TYPE_CHECKING:  # the checkers say that each of these calls is wrong
+        tsfunc.vmap(loss)(params)  # type: ignore[call-arg]
+        tsfunc.vmap(loss)(params, X, y=X)  # type: ignore[call-arg]
+        tsfunc.grad(loss)(X, X)  # type: ignore[arg-type]
+        tsfunc.value_and_grad(loss)(X, X)  # type: ignore[arg-type]
+        tsfunc.grad_and_value(loss)(X, X)  # type: ignore[arg-type]
+        tsfunc.jacrev(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.jacfwd(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.hessian(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.checkpoint(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.sparse_jacobian(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.jacobian_sparsity(loss)(params, 3)  # type: ignore[arg-type]
+        tsfunc.vmap(tsfunc.value_and_grad(loss))(params, 3)  # type: ignore[arg-type]
+        tsfunc.shard_map(loss, tsfunc.VirtualMesh(i=1), None, None)(params, 3)  # type: ignore[arg-type]
+
+
+def test_decorators_keep_the_parameters_of_the_function() -> None:
+    @tsfunc.checkpoint
+    def block(x: Tensor, power: int = 2) -> Tensor:
+        return x**power
+
+    @tsfunc.checkpoint(policy=None)
+    def other(x: Tensor, power: int = 2) -> Tensor:
+        return x**power
+
+    class Layer:
+        scale = 2.0
+
+        @tsfunc.checkpoint
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x
+
+    assert_type(block(X, power=3), Tensor)
+    assert_type(other(X, power=3), Tensor)
+    assert_type(Layer().forward(X), Tensor)
+    assert Layer().forward(X).equal(2 * X)
+    assert block.__name__ == "block"
+    mapped = tsfunc.vmap(block)
+    mapped = tsfunc.specialize(mapped)
+    assert mapped(X).equal(X**2)
+    if TYPE_CHECKING:
+        block("x")  # type: ignore[arg-type]
+        other(X, power="x")  # type: ignore[arg-type]
+
+
+def test_a_function_that_takes_anything_keeps_its_result() -> None:
+    def apply(params: Any, x: Tensor) -> Tensor:
+        return params["w"] * x
+
+    assert_type(tsfunc.vmap(apply, in_dims=(None, 0))({"w": X[0]}, X), Tensor)
 
 
 def test_auxiliary_values_have_their_types() -> None:

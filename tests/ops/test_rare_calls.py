@@ -111,9 +111,10 @@ def test_permutations_of_a_batch_of_any_size(
 @each("dtype", [torch.uint8, torch.int32, torch.int64, torch.float32])
 @each("randomness", ["different", "split"])
 def test_bounds_of_each_example_in_any_dtype(dtype: torch.dtype, randomness: str) -> None:
+    draw: Callable[..., Tensor] = torch.randint_like  # ``vmap`` has its first overload only
     bounds = torch.tensor([1, 2, 100]).to(dtype)
     like = torch.zeros(SIZE, 2000, dtype=torch.int64)
-    out = vmap(torch.randint_like, randomness=randomness)(like, bounds)
+    out = vmap(draw, randomness=randomness)(like, bounds)
     assert out.amin(1).tolist() == [0, 0, 0]
     assert out.amax(1).tolist() == [0, 1, 99]
     assert out[2].unique().numel() == 100

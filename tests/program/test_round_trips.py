@@ -159,10 +159,11 @@ def test_under_transforms(case: Any) -> None:
 @pytest.mark.parametrize("kind", ["checkpoint", "cond"])
 def test_a_derivative_draws_the_numbers_of_the_call(kind: str, tmp_path: Path) -> None:
     """This holds if the derivative is traced again: value and slope belong to one function."""
-    drop: Callable[..., Tensor] = {
+    drops: dict[str, Callable[..., Tensor]] = {
         "checkpoint": checkpoint(torch.nn.functional.dropout),
         "cond": lambda x: cond(x.sum() > 0, torch.nn.functional.dropout, torch.cos, x),
-    }[kind]
+    }
+    drop = drops[kind]
     f = specialize(value_and_grad(lambda x: (drop(x) * x).sum()))
     x = torch.arange(1.0, 9.0)
     (value, slope) = outcome(f, x)

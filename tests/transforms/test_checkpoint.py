@@ -398,7 +398,8 @@ def test_a_trace_in_the_first_run_saves_nothing() -> None:
 
 def test_a_rerun_within_the_first_run() -> None:
     """The gradient of a branch runs the function again before its other branches have run."""
-    branches = [grad(lambda c: (c * c).sum()), lambda c: c * c * 2, lambda c: c * c * 3]
+    square: Callable[..., Tensor] = grad(lambda c: (c * c).sum())
+    branches = [square, lambda c: c * c * 2, lambda c: c * c * 3]
 
     def loss(made: Callable[[Any], Any], x: Tensor) -> Tensor:
         chosen = made(lambda x: tsfunc.switch(x[0].to(torch.int64), branches, x))(x)

@@ -294,20 +294,21 @@ def test_out_of_each_example(randomness: str) -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
 def test_bounds_of_each_example(randomness: str) -> None:
+    draw: Callable[..., Tensor] = torch.randint_like  # ``vmap`` has its first overload only
     high = torch.tensor([1, 2, 1 << 40])
     x = torch.zeros(3, 200, dtype=torch.int64)
-    out = vmap(torch.randint_like, randomness=randomness)(x, high)
+    out = vmap(draw, randomness=randomness)(x, high)
     assert not out[0].any()
     assert out[1].unique().tolist() == [0, 1]
     assert out[2].unique().numel() == 200 and int(out[2].max()) > 1 << 38
-    shared = vmap(torch.randint_like, (0, None), randomness=randomness)(x, high[1])
+    shared = vmap(draw, (0, None), randomness=randomness)(x, high[1])
     assert shared.unique().tolist() == [0, 1] and len(shared.unique(dim=0)) == 3
     drawn = vmap(lambda h: torch.randint_like(x[0], h), randomness=randomness)(high)
     assert drawn.shape == (3, 200) and bool((drawn < high[:, None]).all())
     with pytest.raises(RuntimeError, match="a high above 0"):
-        vmap(torch.randint_like, randomness=randomness)(x, -high)
+        vmap(draw, randomness=randomness)(x, -high)
     with pytest.raises(RuntimeError, match="same randomness with a batched"):
-        vmap(torch.randint_like, randomness="same")(x, high)
+        vmap(draw, randomness="same")(x, high)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from tests.transforms.support import same
 from tsfunc import vmap
 
 X = torch.linspace(0.05, 0.95, 42).view(7, 6)
-drawing = functools.partial(vmap, randomness="split")
+# Any, because ``vmap`` has the first overload only of an overloaded function of torch.
+drawing: Any = functools.partial(vmap, randomness="split")
 
 Func = Callable[[Tensor], Any]
 
@@ -329,7 +330,7 @@ def test_in_programs() -> None:
     torch.manual_seed(3)
     same(tsfunc.specialize(drawing(torch.rand_like, chunk_size=2))(X), whole)
     with pytest.raises(RuntimeError, match="Leave out chunk_size inside of specialize"):
-        tsfunc.specialize(vmap(torch.rand_like, randomness="same", chunk_size=2))(X)
+        tsfunc.specialize(drawing(torch.rand_like, randomness="same", chunk_size=2))(X)
 
 
 def test_parameters_are_checked() -> None:

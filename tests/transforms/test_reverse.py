@@ -242,12 +242,16 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "argnums elements must be unique, got (0, -2)",
     ),
     (
-        lambda: tsfunc.grad(scalar)(3.0),
+        lambda: tsfunc.grad(scalar)(3.0),  # type: ignore[arg-type]
         ValueError,
         "grad_and_value(f)(*args): Expected the differentiated arguments to only contain Tensors. "
         "Thing passed to transform API must be Tensor, got <class 'float'>",
     ),
-    (lambda: tsfunc.grad(scalar)({"a": None}), ValueError, "must be Tensor, got <class 'NoneType'"),
+    (
+        lambda: tsfunc.grad(scalar)({"a": None}),  # type: ignore[arg-type]
+        ValueError,
+        "must be Tensor, got <class 'NoneType'",
+    ),
     (
         lambda: tsfunc.grad(torch.sin)(W),
         RuntimeError,

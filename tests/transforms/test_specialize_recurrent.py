@@ -123,7 +123,7 @@ def test_cells_over_an_open_batch(name: str) -> None:
     cell = CELLS[name](3, 4, **options).double()
     own = dict(cell.named_parameters())
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    def loss(parameters: dict[str, Any], x: Tensor) -> Tensor:
         state = torch.func.functional_call(cell, parameters, (x,))
         out = state[0] * state[1] if isinstance(state, tuple) else state
         return out.sin().sum()

@@ -198,7 +198,7 @@ test_mistakes_in_arguments_of_vmap_have_messages = messages_of_mistakes(
         (lambda: vmap(lambda x: x, {"x": None})(X), ValueError, "With axis_size= none is needed"),
         (lambda: vmap(lambda x: x, {})(X), ValueError, "at least one Tensor to vmap over"),
         (
-            lambda: vmap(lambda x: x, {"x": 0})(X, X),
+            lambda: vmap(lambda x: x, {"x": 0})(X, X),  # type: ignore[call-arg]
             TypeError,
             "expected at most 1 positional arguments (x), got 2",
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -282,13 +281,3 @@ def refuse_complex(api: str, label: str, leaves: Sequence[torch.Tensor]) -> None
                 f"{api}: Expected all {label} to be real but received complex tensor at flattened "
                 f"input idx: {i}"
             )
-
-
-def named_as(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a wrapper the name and docstring of ``func``.
-
-    Partials and modules have no name; their wrappers are unchanged.
-    """
-    if hasattr(func, "__name__"):
-        return functools.wraps(func)
-    return lambda wrapper: wrapper

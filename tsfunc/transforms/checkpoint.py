@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 import torch.fx
@@ -33,12 +33,14 @@ from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states
 from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.transforms.argnums import named_as, with_replaced
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.control_recording import filled
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.user_code import folding
 
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
@@ -73,18 +75,18 @@ def _checkpoint_in_dynamo(
 
 @overload
 def checkpoint(
-    func: Callable[..., _Result],
+    func: Callable[_Params, _Result],
     *,
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
-) -> Callable[..., _Result]: ...
+) -> Transformed[_Params, _Result]: ...
 @overload
 def checkpoint(
     func: None = None,
     *,
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
-) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]: ...
+) -> Callable[[Callable[_Params, _Result]], Transformed[_Params, _Result]]: ...
 @folding("checkpoint")
 @delegate_in_dynamo(_checkpoint_in_dynamo)
 def checkpoint(

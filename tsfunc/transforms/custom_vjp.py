@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.current_level import at_level_of
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.argnums import named_as, with_replaced
+from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.custom_rules import (
     Result,
     Rule,
@@ -26,6 +26,7 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
+from tsfunc.transforms.transformed import named_as
 from tsfunc.user_code import folded_class
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 
@@ -20,15 +20,17 @@ from tsfunc.transforms.argnums import (
     flatten_selected,
     flatten_tensors,
     level_to_record_on,
-    named_as,
     refuse_complex,
     replace_selected,
 )
 from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.transforms.vmap import vmap
 from tsfunc.user_code import folding
+
+_Params = ParamSpec("_Params")
 
 
 def _basis_vectors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -90,14 +92,14 @@ def _jacrev_in_dynamo(
 @folding("jacrev")
 @delegate_in_dynamo(_jacrev_in_dynamo)
 def jacrev(
-    func: Callable[..., Any],
+    func: Callable[_Params, Any],
     argnums: Argnums = 0,
     *,
     has_aux: bool = False,
     chunk_size: int | Literal["auto"] | None = None,
     memory_budget: float | None = None,
     _preallocate_and_copy: bool = False,
-) -> Callable[..., Any]:
+) -> Transformed[_Params, Any]:
     """Return the Jacobian by reverse mode: one pullback for each entry of the output, batched.
 
     Args:
@@ -190,12 +192,12 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
 @folding("jacfwd")
 @delegate_in_dynamo(TORCH_FUNC["jacfwd"])
 def jacfwd(
-    func: Callable[..., Any],
+    func: Callable[_Params, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     randomness: str = "error",
-) -> Callable[..., Any]:
+) -> Transformed[_Params, Any]:
     """Return the Jacobian by forward mode: one pushforward for each entry of the input, batched.
 
     Args:
@@ -279,7 +281,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
 
 @folding("hessian")
 @delegate_in_dynamo(TORCH_FUNC["hessian"])
-def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+def hessian(func: Callable[_Params, Any], argnums: Argnums = 0) -> Transformed[_Params, Any]:
     """Return the matrix of second derivatives: forward mode over reverse mode.
 
     Args:

@@ -12,7 +12,7 @@ plain: its buffers are freed during the pass, and its results carry no graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import optree
 import torch
@@ -41,7 +41,6 @@ from tsfunc.transforms.argnums import (
     flatten_selected,
     flatten_tensors,
     level_to_record_on,
-    named_as,
     names_of_selected,
     refuse_unrecorded,
     replace_selected,
@@ -50,9 +49,11 @@ from tsfunc.transforms.argnums import (
     split_aux,
     traced_inputs,
 )
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.user_code import folding
 
 _Aux = TypeVar("_Aux")
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
@@ -368,16 +369,20 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
 
 @overload
 def grad(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: Literal[False] = False
-) -> Callable[..., Any]: ...
+    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: Literal[False] = False
+) -> Transformed[_Params, Any]: ...
 @overload
 def grad(
-    func: Callable[..., tuple[Any, _Aux]], argnums: Argnums = 0, *, has_aux: Literal[True]
-) -> Callable[..., tuple[Any, _Aux]]: ...
+    func: Callable[_Params, tuple[Any, _Aux]], argnums: Argnums = 0, *, has_aux: Literal[True]
+) -> Transformed[_Params, tuple[Any, _Aux]]: ...
 @overload
 def grad(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]: ...
+    func: Callable[_Params, Any], argnums: Argnums = 0, *, has_aux: bool
+) -> Transformed[_Params, Any]: ...
+@overload
+def grad(
+    func: Callable[_Params, Any], argnums: Argnums, has_aux: bool
+) -> Transformed[_Params, Any]: ...
 @folding("grad")
 @delegate_in_dynamo(TORCH_FUNC["grad"])
 def grad(
@@ -441,6 +446,22 @@ def _transformed(
     return gradient
 
 
+@overload
+def grad_and_value(
+    func: Callable[_Params, _Result], argnums: Argnums = 0, has_aux: Literal[False] = False
+) -> Transformed[_Params, tuple[Any, _Result]]: ...
+@overload
+def grad_and_value(
+    func: Callable[_Params, tuple[_Result, _Aux]], argnums: Argnums = 0, *, has_aux: Literal[True]
+) -> Transformed[_Params, tuple[Any, tuple[_Result, _Aux]]]: ...
+@overload
+def grad_and_value(
+    func: Callable[_Params, Any], argnums: Argnums = 0, *, has_aux: bool
+) -> Transformed[_Params, Any]: ...
+@overload
+def grad_and_value(
+    func: Callable[_Params, Any], argnums: Argnums, has_aux: bool
+) -> Transformed[_Params, Any]: ...
 @folding("grad_and_value")
 @delegate_in_dynamo(TORCH_FUNC["grad_and_value"])
 def grad_and_value(
@@ -479,11 +500,27 @@ def grad_and_value(
     return _transformed("grad_and_value", func, argnums, has_aux, call)
 
 
+@overload
+def value_and_grad(
+    func: Callable[_Params, _Result], argnums: Argnums = 0, has_aux: Literal[False] = False
+) -> Transformed[_Params, tuple[_Result, Any]]: ...
+@overload
+def value_and_grad(
+    func: Callable[_Params, tuple[_Result, _Aux]], argnums: Argnums = 0, *, has_aux: Literal[True]
+) -> Transformed[_Params, tuple[tuple[_Result, _Aux], Any]]: ...
+@overload
+def value_and_grad(
+    func: Callable[_Params, Any], argnums: Argnums = 0, *, has_aux: bool
+) -> Transformed[_Params, Any]: ...
+@overload
+def value_and_grad(
+    func: Callable[_Params, Any], argnums: Argnums, has_aux: bool
+) -> Transformed[_Params, Any]: ...
 @folding("value_and_grad")
 @delegate_in_dynamo(TORCH_FUNC["value_and_grad"])
 def value_and_grad(
-    func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., tuple[_Result, Any]]:
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Return a function that computes the value and the gradient of a scalar function.
 
     Args:

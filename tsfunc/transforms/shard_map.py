@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,17 +39,20 @@ from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.control.call_forms import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.out_dims import result_of
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
 from tsfunc.transforms.vmap_spec import Spec
 from tsfunc.user_code import folding
 
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
 
 
 @folding("shard_map")
 @also_called(f="func")
 def shard_map(
-    func: Callable[..., Any],
+    func: Callable[_Params, _Result],
     mesh: AnyMesh,
     in_specs: Any,
     out_specs: Any,
@@ -59,7 +62,7 @@ def shard_map(
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["global", "local", "dtensor"] = "global",
     check: Literal["programs", "calls", "values"] | None = "programs",
-) -> Callable[..., Any]:
+) -> Transformed[_Params, _Result]:
     """Map a function of shards over the ranks of a mesh.
 
     Args:
@@ -119,7 +122,9 @@ def shard_map(
     _check_option("check", check, ("programs", "calls", "values", None))
 
     plans = _ExchangePlans("in_specs", in_specs), _ExchangePlans("out_specs", out_specs)
+    of_shards: Callable[..., Any] = func
 
+    @named_as(func)
     @boundary("shard_map", func)
     def mapped(*args: Any) -> Any:
         if isinstance(mesh, VirtualMesh):
@@ -138,15 +143,15 @@ def shard_map(
             with _entered(func, list(levels.values())):
                 if randomness == "error":
                     with watching_random():
-                        out = func(*shards)
+                        out = of_shards(*shards)
                 else:
                     if randomness != "different":
                         agree_on_generators(list(levels.values()))
-                    body = func if randomness == "same" else _spread_once(func, axes)
+                    body = of_shards if randomness == "same" else _spread_once(func, axes)
                     out = body(*shards)
             return _put_together(out, plans[1], levels, outputs, mesh)
 
-    return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
+    return mapped
 
 
 @folding("mesh_axes")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 
@@ -21,22 +21,24 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DataDependentError
 from tsfunc.program.graphs.dependence import dependence
-from tsfunc.transforms.argnums import Argnums, named_as
+from tsfunc.transforms.argnums import Argnums
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.sparse_blocks import Blocks, ResultShape, blocks_of, joined_pattern
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.transforms.vmap import vmap
 from tsfunc.user_code import folding
 
 API = "sparse_jacobian"
+_Params = ParamSpec("_Params")
 Mode = Literal["forward", "reverse"] | None
 
 
 @folding("sparse_jacobian")
 @outside_dynamo
 def sparse_jacobian(
-    func: Callable[..., Any],
+    func: Callable[_Params, Any],
     argnums: Argnums = 0,
     *,
     has_aux: bool = False,
@@ -44,7 +46,7 @@ def sparse_jacobian(
     mode: Mode = None,
     layout: torch.layout = torch.sparse_coo,
     chunk_size: int | None = None,
-) -> Callable[..., Any]:
+) -> Transformed[_Params, Any]:
     """Return the Jacobian as a sparse tensor, with one derivative for each color.
 
     Args:
@@ -119,8 +121,8 @@ def sparse_jacobian(
 @folding("jacobian_sparsity")
 @outside_dynamo
 def jacobian_sparsity(
-    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[_Params, Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Transformed[_Params, Any]:
     """Return a function that computes the pattern of the entries that may be nonzero.
 
     The pattern holds for all values of the arguments.

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -52,6 +52,7 @@ from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.program.guard import GuardTexts
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
+from tsfunc.transforms.transformed import Transformed
 from tsfunc.types import Contract, compile_descriptors
 from tsfunc.types.contract import in_order
 from tsfunc.types.reading import signature_of
@@ -68,7 +69,7 @@ register_all()  # so that files know the values that programs may hold
 
 
 @folded_class
-class Specialized(Generic[_Params, _Result]):
+class Specialized(Transformed[_Params, _Result]):
     """A function that runs as programs; made by :func:`specialize`.
 
     ``Specialized[P, R]`` is its type in annotations, with the parameters and the result of the

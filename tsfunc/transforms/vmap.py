@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -41,9 +41,11 @@ from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources
 from tsfunc.transforms.tensor_collections import collections_of, returned_collections
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 from tsfunc.user_code import folding
 
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 InTree = Any  # the structure of the inputs, or their number if all are tensors
@@ -72,7 +74,7 @@ def _in_dynamo(
 @folding("vmap")
 @delegate_in_dynamo(_in_dynamo)
 def vmap(
-    func: Callable[..., _Result],
+    func: Callable[_Params, _Result],
     in_dims: InDims = 0,
     out_dims: OutDims = 0,
     randomness: str = "error",
@@ -85,7 +87,7 @@ def vmap(
     ragged: str = "nested",
     axis_name: Hashable = None,
     mesh_axis: str | tuple[str, ...] | None = None,
-) -> Callable[..., _Result]:
+) -> Transformed[_Params, _Result]:
     """Map a function over a dim of its inputs, by batched operators instead of a loop.
 
     Args:
@@ -170,6 +172,7 @@ def vmap(
         _refuse_parts(spec, "chunk_size=" if chunks is not None else 'data_dependent="split"')
     call = _BatchedCalls(spec).run
 
+    @named_as(func)
     @boundary("vmap", func, traceable=not _own_arguments(spec))
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
@@ -180,8 +183,7 @@ def vmap(
             return without_inference_mode(call, args, kwargs)
         return call(args, kwargs)
 
-    # ``wraps`` only for callables with a name: modules and partials have none.
-    return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
+    return vmapped
 
 
 class _BatchedCalls:

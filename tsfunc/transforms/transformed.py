@@ -1,0 +1,42 @@
+"""The type of the functions that transforms return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Transformed(Generic[_Params, _Result]):
+    """A function with the parameters of the function that was transformed, for type checkers.
+
+    At run time it is a plain function. A ``Callable`` in its place would give errors for lambdas:
+    mypy takes a ``Callable`` that is made of a lambda for an untyped function, and infers no lambda
+    in a context such as ``Callable[..., Tensor]``.
+    """
+
+    __name__: str
+
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        raise NotImplementedError
+
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Transformed[_Params, _Result]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
+    def __get__(self, instance: object, owner: Any) -> Any:
+        raise NotImplementedError
+
+
+def named_as(
+    func: Callable[_Params, Any],
+) -> Callable[[Callable[..., Any]], Transformed[_Params, Any]]:
+    """Return a decorator that gives a wrapper the name, docstring and parameters of ``func``.
+
+    Partials and modules have no name; their wrappers are unchanged.
+    """
+    named: Any = functools.wraps(func) if hasattr(func, "__name__") else lambda wrapper: wrapper
+    return cast(Callable[[Callable[..., Any]], Transformed[_Params, Any]], named)
