@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -91,3 +93,66 @@ def test_backends_refuse_draws_from_a_generator_in_bodies(name: str, backend: st
     program = specialize(function)
     for one, other in zip(drawn(program, x), drawn(function, x), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class WithGenerators(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.by_name = torch.Generator(), {"second": torch.Generator()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(3, generator=self.by_name["second"])
+        return x * torch.rand(3, generator=self.own) + drawn
+
+
+MODULE = WithGenerators()
+FROM_OUTSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a module": MODULE,
+    "an argument": lambda x: of_argument(x, FIRST),
+    "the default generator": lambda x: torch.rand(3, generator=torch.default_generator) * x,
+    "a partial": functools.partial(lambda g, x: torch.rand(3, generator=g) * x, FIRST),
+}
+
+
+def of_argument(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(3, generator=generator) * x
+
+
+@pytest.mark.parametrize("closure", ["guard", "freeze"])
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_generators_from_outside_are_told_from_those_of_the_function(
+    name: str, closure: Literal["guard", "freeze"]
+) -> None:
+    function, x = FROM_OUTSIDE[name], torch.ones(3)
+    program = specialize(function, closure=closure)
+    assert not program(x).equal(program(x))
+    by_argument = specialize(of_argument, closure=closure)
+    assert not by_argument(x, FIRST).equal(by_argument(x, FIRST))
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "seeded": lambda x: torch.rand(3, generator=torch.Generator().manual_seed(1)) * x,
+    "not seeded": lambda x: torch.rand(3, generator=torch.Generator()) * x,
+    "a copy": lambda x: torch.rand(3, generator=FIRST.clone_state()) * x,
+    "in place": lambda x: x.clone().normal_(generator=torch.Generator()),
+    "a permutation": lambda x: x[torch.randperm(3, generator=torch.Generator())],
+    "vmap": lambda x: vmap(
+        lambda x: x * torch.rand((), generator=torch.Generator()), randomness="same"
+    )(x),
+    "split": lambda x: vmap(
+        lambda x: x * torch.rand((), generator=torch.Generator()), randomness="split"
+    )(x),
+    "a branch": lambda x: cond(x.sum() > 0, MADE["seeded"], torch.sin, x),
+    "a gradient": lambda x: grad(lambda x: MADE["seeded"](x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("closure", ["guard", "freeze"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_draw_from_a_generator_that_the_function_makes_is_refused(
+    name: str, closure: Literal["guard", "freeze"]
+) -> None:
+    """The function draws the same numbers at every call; a program would go on with the next."""
+    program = specialize(MADE[name], closure=closure)
+    with pytest.raises(errors.TypeCheckError, match=r"that it makes, at .*test_generators.py:\d"):
+        program(torch.ones(3))

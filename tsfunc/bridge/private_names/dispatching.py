@@ -357,9 +357,10 @@ def _settings() -> None:
     "Identity and memory of tensors",
     """torch._C._storage_Use_Count torch._C._swap_tensor_impl torch._neg_view
     torch.Tensor._is_view Tensor._is_view Tensor._use_count UntypedStorage._cdata
-    Tensor._base Tensor._version""",
+    Tensor._base Tensor._version Generator._cdata""",
     use="A tensor that a transform's function writes to becomes a tracer in place; memory that "
-    "tensors share is told by its address, and writes to it by its version.",
+    "tensors share is told by its address, and writes to it by its version. A generator that "
+    "the function makes is told from others by its address.",
     stand_in="torch.utils.swap_tensors, which refuses tensors with weak references; data_ptr().",
     risk=Risk.MEDIUM,
 )
@@ -377,6 +378,8 @@ def _identity_of_tensors() -> None:
     expect(torch._neg_view(y)[0] == -1, "a view with the sign changed")
     count: Any = x
     expect(count._use_count() >= 1, "the references to a tensor")
+    generators: list[Any] = [torch.Generator(), torch.Generator()]
+    expect(generators[0]._cdata != generators[1]._cdata, "the addresses of two generators")
 
 
 @entry(

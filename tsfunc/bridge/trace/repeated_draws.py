@@ -16,6 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.replay import keeps_draws, replayed
+from tsfunc.bridge.tracers.torch_settings import note_draw
 from tsfunc.ops.registry import Args, Kwargs
 
 _CLONE = operator_of(torch.ops.aten.clone.default)
@@ -32,7 +33,10 @@ def draw_once(
     Args:
         record: records a call of an operator in the trace.
     """
-    if not op.random or not keeps_draws(trace) or kwargs.get("generator") is not None:
+    generator = kwargs.get("generator")
+    if generator is not None:
+        note_draw(generator)
+    if not op.random or not keeps_draws(trace) or generator is not None:
         return record(op, args, kwargs, trace)
     drawn: list[Any] = []
 

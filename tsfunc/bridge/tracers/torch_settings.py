@@ -62,7 +62,7 @@ from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import overriding, tls
 from tsfunc.errors import TypeCheckError
-from tsfunc.user_code import is_user_frame, user_location
+from tsfunc.user_code import Location, is_user_frame, user_location
 
 # --- settings that a program depends on
 
@@ -256,10 +256,19 @@ class SharedChange:
 # --- seeds
 
 
+GeneratorDraws = list[tuple[torch.Generator, Location]]
+
+
 class _Seeding(threading.local):
-    """Attribute ``label``: the name of the innermost trace of this thread in errors, or None."""
+    """The innermost trace of this thread, if there is one.
+
+    Attributes:
+        label: its name in errors.
+        draws: the generators that the function has named (``generator=``), and the user's lines.
+    """
 
     label: str | None = None
+    draws: GeneratorDraws | None = None
 
 
 _seeding: Final = resets(_Seeding())
@@ -288,10 +297,28 @@ _traces_watch_seeds: Final = SharedChange(
 
 
 @contextmanager
-def no_seeding(label: str) -> Iterator[None]:
-    """Context manager that stops the user's code from seeding or reading the default generator."""
-    with overriding(_seeding, label=label), _traces_watch_seeds():
-        yield
+def no_seeding(label: str) -> Iterator[GeneratorDraws]:
+    """Context manager that stops the user's code from seeding or reading the default generator.
+
+    Its value lists the draws from other generators in the block.
+    """
+    draws: GeneratorDraws = []
+    with overriding(_seeding, label=label, draws=draws), _traces_watch_seeds():
+        yield draws
+
+
+def address_of_generator(generator: torch.Generator) -> int:
+    """Return a number that is the same for all Python objects of one generator.
+
+    A handler of operators gets another object than the function has named.
+    """
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def note_draw(generator: torch.Generator) -> None:
+    """Note that the function of the innermost trace draws from a generator that it names."""
+    if _seeding.draws is not None:
+        _seeding.draws.append((generator, user_location()))
 
 
 # The modules that call the generator for the caller of a function of ``torch.random``.

@@ -352,6 +352,7 @@ class CacheMiss:
         inputs, named_dims, numbers = self._inputs(assumptions)
         instances = self._instances(assumptions)
         program = capture(self._request(assumptions, inputs, named_dims, numbers), instances)
+        instances.generators.refuse_made()
         key = self.key(inputs, numbers)
         named_dims = {**named_dims, **program.larger_minima}
         inputs = [with_bounds(spec, program.larger_minima) for spec in inputs]

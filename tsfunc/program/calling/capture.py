@@ -358,7 +358,8 @@ class _Trace:
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
             seeding, weights = no_seeding(request.label), own_parametrizations()
-            with mode, Lifting(self.level), self.instances, seeding, weights:
+            generators = self.instances.generators
+            with mode, Lifting(self.level), self.instances, seeding as generators.draws, weights:
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions

@@ -35,11 +35,11 @@ from tsfunc.program.closure.results import Updates
 from tsfunc.program.closure.side_effects import (
     ContainerChanges,
     SideEffect,
-    TracedGenerators,
     changed_containers,
     new_effects,
     updates_of,
 )
+from tsfunc.program.closure.traced_generators import TracedGenerators
 from tsfunc.program.closure.watched_objects import WatchedObject
 from tsfunc.program.guard import Source
 from tsfunc.types.inference import STATE
