@@ -328,3 +328,13 @@ def test_a_prefix_holds_for_all_below() -> None:
     assert pytrees.broadcast_prefix(5, tree, is_int) == [5] * 5
     with pytest.raises(ValueError):
         pytrees.broadcast_prefix((0,), tree, is_int)
+
+
+def test_a_map_over_several_trees() -> None:
+    tree = {"a": 1, "b": [2, (3, None)]}
+    assert pytrees.tree_map(lambda *xs: xs, {"a": 1, "b": [2]}, {"a": 3, "b": [4]}) == {
+        "a": (1, 3), "b": [(2, 4)],
+    }  # fmt: skip
+    for other in ({"a": 1, "b": [2]}, {"a": 1, "b": (2, (3, None))}, 5):
+        with pytest.raises(ValueError, match=r"rest\[1\]: expected .* \{'a': \*, 'b': .*got"):
+            pytrees.tree_map(lambda *xs: xs, tree, tree, other)

@@ -124,10 +124,23 @@ def refusing_class(structure: optree.PyTreeSpec) -> type | None:
     return None
 
 
-def tree_map(func: Callable[..., Any], tree: Any) -> Any:
-    """Return the tree with ``func`` applied to each leaf."""
+def tree_map(func: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Return the tree with ``func`` applied to each leaf, and to the leaves of ``rest`` there.
+
+    Raises:
+        ValueError: one of ``rest`` has another structure than the tree.
+    """
     leaves, structure = flatten(tree)
-    return optree.tree_unflatten(structure, [func(leaf) for leaf in leaves])
+    others = []
+    for i, each in enumerate(rest):
+        own, other = flatten(each)
+        if other != structure:
+            raise ValueError(
+                f"tree_map: rest[{i}]: expected the structure of the tree, "
+                f"{structure_text(structure)}, got {structure_text(other)}."
+            )
+        others.append(own)
+    return optree.tree_unflatten(structure, list(map(func, leaves, *others)))
 
 
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:

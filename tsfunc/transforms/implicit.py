@@ -184,8 +184,8 @@ class _Unknown:
         flat, spec = pytrees.flatten(value)
         if spec != self.spec:
             raise TypeError(
-                f"{self.label}: {role}: expected the structure of the unknown, {self.spec}, got "
-                f"{spec}."
+                f"{self.label}: {role}: expected the structure of the unknown, "
+                f"{pytrees.structure_text(self.spec)}, got {pytrees.structure_text(spec)}."
             )
         pairs = zip(flat, self.flat, strict=True)
         flat = [torch.full_like(x, v) if isinstance(v, int | float) else v for v, x in pairs]

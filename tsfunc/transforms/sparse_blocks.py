@@ -120,7 +120,8 @@ def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
     if spec != structure:
         raise ValueError(
             f"{api}: sparsity: expected a matrix of the numbers of entries, or the structure of "
-            f"the result, a tensor for each of {len(expected)} blocks, got {spec}."
+            f"the result, a tensor for each of {len(expected)} blocks, got "
+            f"{pytrees.structure_text(spec)}."
         )
     width = len(blocks.inputs[0])
     rows = []
