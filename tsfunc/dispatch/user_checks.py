@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -66,6 +67,11 @@ def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
         if any(end in step.opname for end in _ENDS) and step.opname != "STORE_FAST":
             return False
     return False
+
+
+def caller_may_catch() -> bool:
+    """True if a function between the start of the trace and the caller's may catch an exception."""
+    return may_be_caught(sys._getframe(2))
 
 
 def may_be_caught(frame: FrameType) -> bool:

@@ -35,7 +35,6 @@ import functools
 import inspect
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -49,7 +48,7 @@ from tsfunc.bridge.tracers.torch_settings import replaces_in_traces
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.bridge.tracers.user_queries import LISTS, PYTHON_TYPES, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
-from tsfunc.dispatch.user_checks import looked_up, may_be_caught
+from tsfunc.dispatch.user_checks import caller_may_catch, looked_up
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.types.sizes import DimExpr, solved_for
 
@@ -332,7 +331,7 @@ def _guarding_errors(
             raise
         if is_defined is not None and result is not NotImplemented:
             symbolic = any(type(x) in _SYMBOLIC_NUMBERS and _known_in_trace(x) for x in operands)
-            if symbolic and may_be_caught(sys._getframe(1)):
+            if symbolic and caller_may_catch():
                 bool(is_defined(*operands))
         return result
 
