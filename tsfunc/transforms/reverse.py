@@ -18,6 +18,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.control.linear_calls import call_where_made
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.dual_level import can_carry_tangents, may_carry_outer_tangents
@@ -120,6 +121,17 @@ class RecordedRun:
             outlives: True if the transform has returned, so only the pullback differentiates by its
                 inputs.
         """
+        create = torch.is_grad_enabled()
+
+        def pull(cotangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            with torch.set_grad_enabled(create):
+                return self._pulled(cotangents, retain, outlives)
+
+        return [*call_where_made(pull, self.outputs, cotangents)]
+
+    def _pulled(
+        self, cotangents: Sequence[torch.Tensor], retain: bool, outlives: bool
+    ) -> list[torch.Tensor]:
         level = self.level
         cotangents = traced_inputs(cotangents, level)
         lifted = [autograd.lift(ct, level) for ct in cotangents]

@@ -224,6 +224,11 @@ class BodyLevel(TraceLevel, LevelProxy):
     def lift(self, value: torch.Tensor) -> Any:
         return self.remap(value)
 
+    def is_outside(self, value: torch.Tensor) -> bool:
+        """True if a tensor is one of the trace that was made outside of the body."""
+        level = _traced_level(value)
+        return level is not None and not (isinstance(level, BodyLevel) and level.within(self))
+
     def tensors_outside(self) -> dict[torch.fx.Node, torch.Tensor]:
         return {
             tracer.node: tensor

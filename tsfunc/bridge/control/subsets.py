@@ -63,15 +63,18 @@ class SubsetLevel(BatchLevel, LevelProxy):
     Attributes:
         parent: the level that the examples are selected from.
         index: the examples' indices in the parent, an int tensor of the outer levels.
+        mask: for examples that another one may stand for (:func:`run_guarded`), True for those that
+            stand for themselves, a tensor of the outer levels; otherwise None.
         single: True if it is one example whose tensors are plain.
     """
 
-    __slots__ = ("_composed", "_root", "index", "parent", "single")
+    __slots__ = ("_composed", "_root", "index", "mask", "parent", "single")
 
     def __init__(self, parent: BatchLevel, index: torch.Tensor, single: bool = False) -> None:
         self.copy_from(parent)
         self.parent = parent
         self.index = index
+        self.mask: torch.Tensor | None = None
         self._root = parent.root
         self.batch_size = index.shape[0]
         self.inner = parent.inner.replace(levels=(*parent.outer.levels, self))
@@ -322,6 +325,7 @@ def run_guarded(
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
     subset = subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
+    subset.mask = mask
 
     def merged(value: Any, part: Any) -> Any:
         return torch.where(wrap(mask, 0, level), relabel(part, subset, level), value)
