@@ -11,6 +11,7 @@ plain: its buffers are freed during the pass, and its results carry no graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -121,13 +122,8 @@ class RecordedRun:
             outlives: True if the transform has returned, so only the pullback differentiates by its
                 inputs.
         """
-        create = torch.is_grad_enabled()
-
-        def pull(cotangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            with torch.set_grad_enabled(create):
-                return self._pulled(cotangents, retain, outlives)
-
-        return [*call_where_made(pull, self.outputs, cotangents)]
+        pulled = functools.partial(self._pulled, retain=retain, outlives=outlives)
+        return [*call_where_made(pulled, self.outputs, cotangents)]
 
     def _pulled(
         self, cotangents: Sequence[torch.Tensor], retain: bool, outlives: bool

@@ -76,7 +76,7 @@ def call_where_made(
 
 
 def _refuse_derivatives(body: BodyLevel, batches: Sequence[BatchLevel]) -> None:
-    """Refuse derivatives by what a pullback has saved: a vmap's tensors are no inputs of the body.
+    """Refuse derivatives by what a pullback has saved: a vmap's tensors are not inputs of the body.
 
     Raises:
         NotImplementedError: a vmap inside of the trace differentiates.

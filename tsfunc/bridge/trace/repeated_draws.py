@@ -48,9 +48,9 @@ def draw_once(
         drawn.append(record(op, args, kwargs, trace))
         return pytrees.tree_map(copied, drawn[0])
 
-    generator = replayed(first, lambda generator: True, trace)
+    copies = replayed(first, lambda copies: True, trace)
     if drawn:
         return drawn[0]
     if op.writes:
-        return record(_COPY, (args[0], generator), {}, trace)
-    return pytrees.tree_map(copied, generator)
+        return record(_COPY, (args[0], copies), {}, trace)
+    return pytrees.tree_map(copied, copies)

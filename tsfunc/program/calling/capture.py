@@ -386,28 +386,21 @@ class _Trace:
         instances, inputs = self.instances, self.request.inputs
         if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return []
-        function_tensors = {**self._own, **instances.builder.closure_tensors}
+        captured = {**self._own, **instances.builder.closure_tensors}
         aliased = self._own if self._alias_tensors else {}
         aliasing = Aliasing.of(inputs)
         twice = len(aliasing.groups) < len(inputs) and not self._alias_tensors
-        if twice or any(
-            id(x.sample) in function_tensors and id(x.sample) not in aliased for x in inputs
-        ):
-            raise Retrace(
-                self.assumptions.with_changes(
-                    compares_identity=True, closure_tensors=function_tensors
-                )
-            )
+        if twice or any(id(x.sample) in captured and id(x.sample) not in aliased for x in inputs):
+            changes = {"compares_identity": True, "closure_tensors": captured}
+            raise Retrace(self.assumptions.with_changes(**changes))
         guards = instances.builder.closure_guards
         for spec in inputs:
-            source, tensor = (
-                Source.of_argument(spec.position),
-                function_tensors.get(id(spec.sample)),
-            )
+            source = Source.of_argument(spec.position)
+            tensor = captured.get(id(spec.sample))
             if tensor is not None:
                 guards.add(SameObject(source, tensor))
-            elif function_tensors:
-                guards.add(NotOneOf(source, tuple(function_tensors.values())))
+            elif captured:
+                guards.add(NotOneOf(source, tuple(captured.values())))
         return [aliasing] if len(inputs) > 1 else []
 
     def fake_value(self, leaf: Any) -> Any:
