@@ -298,6 +298,42 @@ def test_other_transforms_break_the_graph(name: str) -> None:
         torch.compile(func, backend="eager", fullgraph=True)(W, X)
 
 
+# Functions that torch.func does not have, with their arguments.
+COMPILED: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Tensor, ...]]]] = {
+    "vmap": lambda: (tsfunc.vmap(torch.sin, randomness="split"), (X,)),
+    "in_dims by name": lambda: (NAMED, (W, X)),
+    "sparse_jacobian": lambda: (tsfunc.sparse_jacobian(torch.sin), (W,)),
+    "pullback": lambda: (tsfunc.vjp(torch.sin, X)[1], (X,)),
+    "pushforward": lambda: (tsfunc.linearize(torch.sin, X)[1], (X,)),
+    "linear_transpose": lambda: (tsfunc.linear_transpose(lambda x: 2 * x, X), (X,)),
+    "custom_vjp": lambda: (SQUARES["custom_vjp"], (X,)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_other_transforms_compiled_directly(name: str) -> None:
+    func, args = COMPILED[name]()
+    for got in (
+        torch.compile(func, backend="eager")(*args),
+        torch.compiler.disable(func)(*args),
+    ):
+        for each, want in zip(leaves_of(got), leaves_of(func(*args)), strict=True):
+            same(each.to_dense(), want.to_dense())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"inside of tsfunc's transforms.*graph_module"):
+        torch.compile(func, backend="eager", fullgraph=True)(*args)
+
+
+def test_functions_of_a_transform_share_one_compilation() -> None:
+    torch._dynamo.utils.counters.clear()
+    for shift in range(torch._dynamo.config.recompile_limit + 1):
+        mapped = tsfunc.vmap(lambda x, shift=shift: x + shift, strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            same(torch.compile(mapped, backend="eager")(X), X + shift)
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1
+
+
 def test_one_graph_of_the_operators_below_transforms() -> None:
     """The remedy that the refusal names."""
     inner = SPECIALIZED["of a transform"]

@@ -79,10 +79,8 @@ def boundary(name: str, func: Any = _NO_FUNCTION, traceable: bool = False) -> Ca
                 raise
 
         is_boundary(entered)
-        wrapped: Any = functools.wraps(entry)(
-            entered if traceable else copy_outside_dynamo(entered)
-        )
-        return cast(F, wrapped)
+        wrapped = cast(F, functools.wraps(entry)(entered))
+        return wrapped if traceable else copy_outside_dynamo(wrapped)
 
     return decorate
 

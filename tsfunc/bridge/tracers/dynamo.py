@@ -27,9 +27,11 @@ Inside an active transform, torch instead records the operators on batches and c
 
 Dynamo does not trace calls of a function with ``_torchdynamo_disable``, and gives
 ``_torchdynamo_disable_msg`` as the reason; it traces ``_torchdynamo_inline`` of a function in its
-place. ``_callback_from_stance`` returns Dynamo's callback for a call of a compiled function, and
-None for a call that runs as Python; ``set_fullgraph_compiled_frame_count`` sets the number of
-frames that a call has compiled, -1 if they are not counted.
+place. ``torch.compile`` of a function compiles its ``_torchdynamo_orig_callable``, if
+``_torchdynamo_wrapper_id`` is the function's id. ``_callback_from_stance`` returns Dynamo's
+callback for a call of a compiled function, and None for a call that runs as Python;
+``set_fullgraph_compiled_frame_count`` sets the number of frames that a call has compiled, -1 if
+they are not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
@@ -76,12 +78,37 @@ def outside_dynamo(func: F) -> F:
 
 
 def copy_outside_dynamo(func: F) -> F:
-    """Mark a function as :func:`outside_dynamo` does, but no other functions of its code."""
+    """Mark a function as :func:`outside_dynamo` does, but no other functions of its code.
+
+    ``torch.compile`` of the function itself compiles a call of it, at which the graph breaks.
+    """
     code: CodeType = getattr(func, "__code__")  # noqa: B009 - no attribute of every Callable
     if id(code) not in _copies:
         _copies[id(code)] = code, code.replace()
     func.__code__ = _copies[id(code)][1]
-    return outside_dynamo(func)
+    outside_dynamo(func)
+    marked: Any = func
+    marked._torchdynamo_orig_callable = _call_of(_same_function(marked))
+    marked._torchdynamo_wrapper_id = id(marked)
+    return func
+
+
+def _same_function(func: FunctionType) -> FunctionType:
+    """Return a function of the same code and attributes, which the function can refer to."""
+    same = FunctionType(
+        func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__
+    )
+    same.__qualname__, same.__kwdefaults__ = func.__qualname__, func.__kwdefaults__
+    same.__dict__.update(func.__dict__)
+    return same
+
+
+def _call_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    return call
 
 
 def replace_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
