@@ -57,7 +57,7 @@ def test_public_rooms_list_their_names(name: str) -> None:
 
 def test_dir_is_the_public_names() -> None:
     names = {name for name in dir(tsfunc) if not name.startswith("_")}
-    assert names == {*tsfunc.__all__, "map", "program", "types"}
+    assert names == {*tsfunc.__all__, "map", *LISTED, *BY_NAME}
 
 
 @pytest.mark.parametrize("name", [m for m in modules() if m.count(".") > 1])

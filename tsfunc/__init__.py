@@ -19,6 +19,8 @@ from tsfunc.config import config  # noqa: E402
 # Every transform needs the modules above. The other names are loaded when they are first used.
 if TYPE_CHECKING:
     from tsfunc import program as program
+    from tsfunc import pytrees as pytrees
+    from tsfunc import rage as rage
     from tsfunc import testing as testing
     from tsfunc import types as types
     from tsfunc.transforms import checkpoint_policies, custom_derivatives, debug
@@ -100,6 +102,8 @@ else:
         },
         modules=(
             "program",
+            "pytrees",
+            "rage",
             "types",
             "transforms.checkpoint_policies",
             "transforms.custom_derivatives",
