@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A package is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 PACKAGES = (
     "_lazy",
+    "_text",
     "hooks",
     "rage",
     "config",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tsfunc import releases
+from tsfunc._text import count_text
 from tsfunc.bridge import compiled
 from tsfunc.bridge.private_names import PRIVATE_NAMES
 
@@ -99,7 +100,7 @@ def _compiler() -> str | None:
 
 
 def _devices() -> list[str]:
-    devices = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({count_text(torch.get_num_threads(), 'thread')})"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         devices += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]

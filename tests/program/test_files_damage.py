@@ -402,7 +402,7 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
      r"shape\[0\]\[0\]: expected a size"),
     ("dims", lambda d: node(d, "mul")["type"].update(shape=["m", 3]), "expected a size, got 'm'"),
     ("results", lambda d: d.update(results={"tuple": ["*"]}), "expected 3 results, got 1"),
-    ("inputs", lambda d: d.update(inputs=[0, 1]), "expected 1 inputs, got 2"),
+    ("inputs", lambda d: d.update(inputs=[0, 1]), "expected 1 input, got 2"),
     ("keys", lambda d: d.update(more=1), "there is no 'more' in such an object"),
     ("no keys", lambda d: d.pop("graph"), "graph is missing"),
     ("classes", lambda d: d.update(results={"class": "os._wrap_close", "children": []}),

@@ -122,7 +122,7 @@ BREAKS: dict[Callable[[Program], None], str] = {
     give_a_tensor_for_a_number: "expected a .*int.* for dim",
     give_a_text_for_a_number: "aten::cat: expected a int for dim, got 'last'",
     leave_an_argument_out: "aten::div.Tensor: expected an argument other, got none",
-    give_too_much: "aten::sin: expected at most 1 arguments, got 2",
+    give_too_much: "aten::sin: expected at most 1 argument, got 2",
     give_it_by_a_wrong_name: "aten::cat: got an unknown argument 'axis'",
     say_another_type: "its dtype is torch.float32, not torch.float64",
     say_another_shape: r"its shape is \[2\*n\], not \[n, 3\]",
@@ -144,7 +144,7 @@ def test_the_number_of_inputs() -> None:
     with program.graph.inserting_before(node(program, "sin")):
         program.graph.placeholder("more")
     with pytest.raises(
-        MalformedProgramError, match="expected a graph of 1 inputs, as the program has, got 2"
+        MalformedProgramError, match="expected a graph of 1 input, as the program has, got 2"
     ):
         program.verify()
 
@@ -154,7 +154,7 @@ def test_the_number_of_results() -> None:
     output = node(program, "output")
     output.args = (output.args[0] * 2,)  # type: ignore[operator]
     with pytest.raises(
-        MalformedProgramError, match="expected a graph of 1 results, as the program has, got 2"
+        MalformedProgramError, match="expected a graph of 1 result, as the program has, got 2"
     ):
         program.verify()
 
@@ -175,7 +175,7 @@ def test_bodies_of_control_flow() -> None:
     inner = [n for body in call.target.bodies for n in body.graph.nodes]
     sine = next(n for n in inner if n.name.startswith("sin"))
     sine.args = (sine.args[0], 1)
-    with pytest.raises(MalformedProgramError, match="expected at most 1 arguments"):
+    with pytest.raises(MalformedProgramError, match="expected at most 1 argument,"):
         program.verify()
 
 

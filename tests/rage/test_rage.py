@@ -162,7 +162,7 @@ class TestFiles:
         assert run.about["torch"] == torch.__version__
         assert run.about["tsfunc"] == tsfunc.__version__
         assert [event.kind for event in run.events] == ["specialized"]
-        assert "1 events, 0 refusals" in str(run)
+        assert "1 event, 0 refusals" in str(run)
         (file,) = files()
         assert file.stat().st_mode & 0o777 == 0o600
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc._text import count_text
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
@@ -212,15 +213,15 @@ class Program(ProgramData):
         placeholders = sum(node.op == "placeholder" for node in self.graph.nodes)
         if placeholders != len(self.inputs):
             raise MalformedProgramError(
-                f"{self.name}: expected a graph of {len(self.inputs)} inputs, as the program has, "
-                f"got {placeholders}."
+                f"{self.name}: expected a graph of {count_text(len(self.inputs), 'input')}, "
+                f"as the program has, got {placeholders}."
             )
         results = [len(node.args[0]) for node in self.graph.nodes if node.op == "output"]
         wanted = self.out_tree.num_leaves + sum(len(update.slots()) for update in self.updates)
         if results and results[-1] != wanted:
             raise MalformedProgramError(
-                f"{self.name}: expected a graph of {wanted} results, as the program has, "
-                f"got {results[-1]}."
+                f"{self.name}: expected a graph of {count_text(wanted, 'result')}, "
+                f"as the program has, got {results[-1]}."
             )
         constraints = [condition.constraint for condition in conditions_among(self.trace_guards)]
         verify(self.graph, self.lifted, self.name, constraints)
@@ -275,7 +276,8 @@ class Program(ProgramData):
 
     def __repr__(self) -> str:
         inputs = ", ".join(self.descriptors)
-        count = sum(node.op == "call_function" for node in self.graph.nodes)
+        operators = sum(node.op == "call_function" for node in self.graph.nodes)
         return (
-            f"<program {self.name}({inputs}), {count} operators, {len(self.guards.texts)} guards>"
+            f"<program {self.name}({inputs}), {count_text(operators, 'operator')}, "
+            f"{count_text(len(self.guards.texts), 'guard')}>"
         )

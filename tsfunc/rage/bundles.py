@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tsfunc._text import count_text
 from tsfunc.rage.event_recorder import SUFFIX, Event, events, folder_of_files, heading
 
 
@@ -32,7 +33,8 @@ class Run:
         refused = sum(event.kind in _REFUSALS for event in self.events)
         return (
             f"{_moment(first.seconds)} to {_moment(last.seconds)[-8:]} UTC, "
-            f"{self.about.get('command', '?')}: {len(self.events)} events, {refused} refusals"
+            f"{self.about.get('command', '?')}: "
+            f"{count_text(len(self.events), 'event')}, {count_text(refused, 'refusal')}"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
@@ -61,7 +62,7 @@ def closure_convert(
             raise TypeError(
                 f"closure_convert: the function made of {name}: expected arguments of the "
                 f"structure {pytrees.structure_text(tree)}, as its examples, followed by the "
-                f"{len(closed)} tensors that {name} closes over, got "
+                f"{count_text(len(closed), 'tensor')} that {name} closes over, got "
                 f"{pytrees.structure_text(pytrees.structure_of(args))}."
             )
         with substitute_tensors(originals, consts):

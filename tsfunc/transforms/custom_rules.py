@@ -22,6 +22,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.grad.autograd import (
     differentiates_here,
     is_differentiable,
@@ -316,7 +317,9 @@ _searches = resets(_DependencySearches())
 
 
 def _types_text(types: Any) -> str:
-    return ", ".join(f"{dtype} of {rank} dims" for dtype, rank in types) or "no tensors"
+    return (
+        ", ".join(f"{dtype} of {count_text(rank, 'dim')}" for dtype, rank in types) or "no tensors"
+    )
 
 
 _T = TypeVar("_T")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc import ops
+from tsfunc._text import count_text
 from tsfunc.bridge.tracers.boundaries import UserLines, boundary, check_function
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
@@ -132,12 +133,16 @@ class CallReport:
     def summary(self) -> str:
         """One line with the number of calls and of slow loops."""
         calls, loops = sum(use.times for use in self.uses), len(self.loops)
-        slow = f"{loops} of {len(self.uses)} rows by the slow loop" if loops else "no slow loop"
+        slow = (
+            f"{loops} of {count_text(len(self.uses), 'row')} by the slow loop"
+            if loops
+            else "no slow loop"
+        )
         exchanged = "".join(
             f", {use.times} {use.collective} along {use.axis!r} ({use.bytes} bytes)"
             for use in self.collectives
         )
-        return f"{self.function}: {calls} calls of operators, {slow}{exchanged}"
+        return f"{self.function}: {count_text(calls, 'call')} of operators, {slow}{exchanged}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for use in self.uses:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.transforms.argnums import is_nested, leaf_names, parameter_names
 from tsfunc.transforms.vmap_spec import Spec, is_dim
@@ -159,8 +160,8 @@ def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> li
             return [*entries, *[of_rest] * extra]
         if not isinstance(of_rest, tuple | list) or len(of_rest) != extra:
             raise ValueError(
-                f"{spec.call()}: in_dims[{rest!r}] is for the {extra} arguments that *{rest} "
-                f"collects: expected an int, None or a tuple of {extra}, got {of_rest!r}."
+                f"{spec.call()}: in_dims[{rest!r}] is for the {count_text(extra, 'argument')} that "
+                f"*{rest} collects: expected an int, None or a tuple of {extra}, got {of_rest!r}."
             )
         entries += of_rest
     return entries

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 import torch
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.trace_level import current_trace
@@ -291,9 +292,10 @@ class Specialized(Transformed[_Params, _Result]):
             return by_name
         names = by_position(self.target.signature.parameters)
         if len(descriptors) > len(names):
+            most = count_text(len(names), "descriptor")
             raise DescriptorError(
-                f"specialize({self.name}): lower: expected at most {len(names)} descriptors by "
-                f"position, for {', '.join(names) or 'no parameter'}, got {len(descriptors)}."
+                f"specialize({self.name}): lower: expected at most {most} by position, "
+                f"for {', '.join(names) or 'no parameter'}, got {len(descriptors)}."
             )
         return [dict(zip(names, descriptors, strict=False))]
 
@@ -480,11 +482,7 @@ class Specialized(Transformed[_Params, _Result]):
         return self if instance is None else functools.partial(called, instance)
 
     def __repr__(self) -> str:
-        return f"<specialized {self.name}, {_counted(self.programs)}>"
-
-
-def _counted(programs: Sequence[Program]) -> str:
-    return "1 program" if len(programs) == 1 else f"{len(programs)} programs"
+        return f"<specialized {self.name}, {count_text(len(self.programs), 'program')}>"
 
 
 def _checked_names(
@@ -513,7 +511,7 @@ class LoadedFunction(Specialized[..., Any]):
     _has_function = False
 
     def __repr__(self) -> str:
-        return f"<loaded {self.name}, {_counted(self.programs)}>"
+        return f"<loaded {self.name}, {count_text(len(self.programs), 'program')}>"
 
     saved_state: CellState
     label: str  # the file that it was loaded from

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tsfunc._text import count_text
+
 TENSOR_TYPES = frozenset({"Tensor", "Tensor?", "Tensor[]", "Tensor?[]"})
 
 
@@ -119,8 +121,8 @@ class OperatorSignature:
         """
         positional = [a for a in self.arguments if not a.keyword]
         if len(args) > len(positional):
-            count = len(positional)
-            raise TypeError(f"{self.name}: expected at most {count} arguments, got {len(args)}")
+            most = count_text(len(positional), "argument")
+            raise TypeError(f"{self.name}: expected at most {most}, got {len(args)}")
         yield from zip(positional, args, strict=False)
         rest = {a.name: a for a in self.arguments}
         for argument, _ in zip(positional, args, strict=False):

@@ -14,6 +14,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.graph_compilers import Backend
 from tsfunc.bridge.trace.trace_level import current_trace
@@ -220,14 +221,13 @@ class CacheInfo(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.programs} of at most {self.limit} programs; "
-            f"{self.hits} calls found one, {self.misses} were traced"
+            f"{self.programs} of at most {count_text(self.limit, 'program')}; "
+            f"{count_text(self.hits, 'call')} found a program, {self.misses} had to be traced"
         ]
         for entry in self.entries:
             described = ", ".join(f"{k}: {_brief(v)}" for k, v in entry.descriptors.items())
-            lines.append(
-                f"  ({described}): {entry.hits} hits, {entry.seconds:.3f} s, {entry.reason}"
-            )
+            hits = count_text(entry.hits, "hit")
+            lines.append(f"  ({described}): {hits}, {entry.seconds:.3f} s, {entry.reason}")
         return "\n".join(lines)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tsfunc._text import count_text
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.program.closure.guard_codegen import (
     Enter,
@@ -210,7 +211,7 @@ class LengthIs(SourceGuard):
         return f"len({at}) != {self.length}{most}"
 
     def fact_text(self) -> str:
-        return f"has {self.length} elements"
+        return f"has {count_text(self.length, 'element')}"
 
 
 @dataclass(frozen=True, eq=False)

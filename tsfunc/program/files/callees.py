@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
+from tsfunc._text import count_text
 from tsfunc.dispatch.state import overriding
 from tsfunc.program.fields import Field
 from tsfunc.program.files.json_values import NoFileForm, printable
@@ -297,7 +298,7 @@ class CalleeReader:
         part = self._decode(field, wanted.takes)
         count = len(part.results)
         if count < wanted.returns or (count > wanted.returns and not wanted.more):
-            field.fail(f"expected {wanted.returns} results, got {count}")
+            field.fail(f"expected {count_text(wanted.returns, 'result')}, got {count}")
         if not wanted.zeros and any(value is None for value in part.results):
             field.fail("expected a tensor for each result, got null")
         return part

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.fx
 
+from tsfunc._text import count_text
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
@@ -148,7 +149,8 @@ class StoredOperator:
         read = self.reader.of_body().read(inner)
         body_inputs = [node for node in read.nodes if node.op == "placeholder"]
         if len(body_inputs) != len(inputs):
-            inputs_field.fail(f"expected {len(body_inputs)} inputs of the graph, got {len(inputs)}")
+            wanted = count_text(len(body_inputs), "input")
+            inputs_field.fail(f"expected {wanted} of the graph, got {len(inputs)}")
         for node, at in zip(body_inputs, inputs, strict=True):
             if node.meta["value_type"] != types[at]:
                 inputs_field.fail(

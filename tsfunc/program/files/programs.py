@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc._text import count_text
 from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS, Setting, settings
@@ -344,12 +345,12 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
     more = len(last.args[0]) - tree.num_leaves
     state_field = field.get("state")
     if more < 0 or (more and state_field is None):
-        results.fail(f"expected {len(last.args[0])} results, got {tree.num_leaves}")
+        results.fail(f"expected {count_text(len(last.args[0]), 'result')}, got {tree.num_leaves}")
     state = ProgramState(state_field, context.state, more, values)
     inputs = (*(at.integer(0, 1 << 31) for at in inputs_field.items()), *state.inputs)
     wanted = sum(node.op == "placeholder" for node in graph.nodes)
     if wanted != len(inputs):
-        inputs_field.fail(f"expected {wanted} inputs, got {len(inputs)}")
+        inputs_field.fail(f"expected {count_text(wanted, 'input')}, got {len(inputs)}")
     name = name_field.line()
     try:
         source, run = generate(name, graph, inputs, reader.lifted, state.updates)

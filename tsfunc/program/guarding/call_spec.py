@@ -13,6 +13,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc._text import count_text
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.tracers import torch_state
@@ -348,7 +349,7 @@ def _structure_text(value: Any) -> str:
     if kind in (list, tuple, dict):
         return f"a {kind.__name__} of {len(value)}"
     leaves, tree = pytrees.flatten(value)
-    return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {len(leaves)} values"
+    return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {count_text(len(leaves), 'value')}"
 
 
 def arguments_text(positional: int, keywords: Iterable[str]) -> str:

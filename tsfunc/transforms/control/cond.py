@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tsfunc._text import count_text
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subset_arguments import refuse_writes_of_all, shared_by_examples
@@ -152,9 +153,10 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         return args
     if len(kwargs) > 1 or args or not kwargs.keys() <= {"operand", "operands"}:
         names = ", ".join(f"{name}=" for name in kwargs)
+        beside = f" beside {count_text(len(args), 'operand')}" if args else ""
         raise TypeError(
             f"cond: expected the operands by position, or operand=, or operands=(...), got the "
-            f"keyword arguments {names}" + (f" beside {len(args)} operands." if args else ".")
+            f"keyword arguments {names}{beside}."
         )
     (operands,) = kwargs.values()
     return (operands,) if "operand" in kwargs else tuple(operands)
