@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize
-from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.capture import capture, trace_until_valid
+from tsfunc.program.assumptions import Assumptions, Retrace, trace_until_valid
+from tsfunc.program.calling.capture import capture
 from tsfunc.types import Dim
 
 

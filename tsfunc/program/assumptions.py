@@ -4,7 +4,7 @@ NOTE [retracing]
 A function is traced under assumptions, at first those that give the most general and cheapest
 program. A trace that shows that one of them does not hold raises ``Retrace`` with the assumptions
 for the next trace. A trace that fails is followed by one under weaker assumptions, until the error
-is that of the function itself. ``trace_until_valid`` in ``calling/capture.py`` is this loop.
+is that of the function itself. ``trace_until_valid`` is this loop.
 
 Each assumption moves one way only, so the number of assumptions bounds the number of traces. Other
 hints are an exception: they belong to the sizes that are symbols, and start over when another
@@ -17,14 +17,16 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,30 @@ class Retrace(BaseException):
     def __init__(self, assumptions: Assumptions) -> None:
         super().__init__(assumptions)
         self.assumptions = assumptions
+
+
+def trace_until_valid(
+    trace: Callable[[Assumptions], T],
+    assumptions: Assumptions,
+    after: Callable[[Assumptions, Exception], Assumptions | None] = lambda held, error: None,
+) -> tuple[T, Assumptions]:
+    """Trace until the assumptions hold; return the result and the assumptions.
+
+    Args:
+        trace: makes a trace; raises ``Retrace`` if an assumption does not hold.
+        assumptions: those of the first trace.
+        after: returns the assumptions after a trace that has failed; None raises the error.
+    """
+    while True:
+        try:
+            return trace(assumptions), assumptions
+        except Retrace as retrace:
+            following: Assumptions | None = retrace.assumptions
+        except Exception as error:
+            following = after(assumptions, assumptions.refusal or error)
+            if following is None and assumptions.refusal is not None:
+                raise assumptions.refusal from None
+            if following is None:
+                raise
+        assert following is not None and assumptions.is_followed_by(following), following
+        assumptions = following

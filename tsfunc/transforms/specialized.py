@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from tsfunc import pytrees
 from tsfunc._text import count_text
 from tsfunc.bridge.control.axis_collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
@@ -214,8 +213,7 @@ class Specialized(Transformed[_Params, _Result]):
 
     def _on_cache_miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the contract, trace the function, and keep the program."""
-        flat, tree = pytrees.flatten((args, kwargs))
-        call = CacheMiss(self.target, (args, kwargs), flat, tree)
+        call = CacheMiss(self.target, args, kwargs)
         if current_trace() is not None:
             return self.func(*args, **kwargs)
         with self.cache.lock:
@@ -228,7 +226,7 @@ class Specialized(Transformed[_Params, _Result]):
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
         try:
-            return entry.build(entry.run([*flat, *closure_values]))
+            return entry.build(entry.run([*call.flat, *closure_values]))
         except RuntimeError as error:
             if self._has_function:
                 raise_user_assertion(self.func, args, kwargs, entry.program, error)
@@ -301,9 +299,8 @@ class Specialized(Transformed[_Params, _Result]):
 
     def _lowered(self, contract: Contract) -> Program:
         bound = arguments_for(self.name, self.target.signature, contract)
-        arguments = bound.args, bound.kwargs
         target = dataclasses.replace(self.target, contracts=(contract,))
-        call = CacheMiss(target, arguments, *pytrees.flatten(arguments))
+        call = CacheMiss(target, bound.args, bound.kwargs)
         with self.cache.lock:
             entry, _ = call.make_entry(self.cache, "lower()")
         return entry.program
@@ -518,8 +515,7 @@ class LoadedFunction(Specialized[..., Any]):
 
     def _on_cache_miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error that tells how the call differs from the calls of the programs."""
-        flat, tree = pytrees.flatten((args, kwargs))
-        call = CacheMiss(self.target, (args, kwargs), flat, tree)
+        call = CacheMiss(self.target, args, kwargs)
         raise DescriptorViolation(
             f"{self.name}, loaded from {self.label}: there is no program for this call, and a file "
             f"does not have the function itself: {explain_miss(call, self.cache.entries)}"

@@ -8,16 +8,14 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import optree
-
-from tsfunc import rage
+from tsfunc import pytrees, rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.errors import DataDependentError, ExportError, TsfuncError
-from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.assumptions import Assumptions, Retrace, trace_until_valid
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
-from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
+from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.reports import log_program, progress
 from tsfunc.program.calling.retrace_reasons import FIRST_CALL, UNSEEN, difference_text, reason_for
 from tsfunc.program.calling.variation import Variation, is_special
@@ -80,25 +78,18 @@ class CacheMiss:
 
     Args:
         target: the function that is called.
-        call: its positional and keyword arguments.
-        flat: the flattened arguments.
+        args, kwargs: its arguments.
 
     Raises:
         DescriptorViolation: the call breaks all contracts.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        call: tuple[Sequence[Any], Mapping[str, Any]],
-        flat: list[Any],
-        tree: optree.PyTreeSpec,
-    ) -> None:
+    def __init__(self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        flat, tree = pytrees.flatten((args, kwargs))
         self.func, self.name, self.closure = target.func, target.name, target.closure
         self.target = target
         self.flat, self.tree, self.settings = flat, tree, settings()
         self.key_orders = key_orders(tree, target.sees_keywords)
-        args, kwargs = call
         self.signature = target.signature
         self.by_parameter = target.bound(args, kwargs)
         self.argument_paths = argument_paths_of(target.signature, len(flat), tree)

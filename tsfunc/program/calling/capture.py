@@ -47,7 +47,7 @@ from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError
-from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.assumptions import Assumptions, Retrace, trace_until_valid
 from tsfunc.program.calling.counters import counter_value
 from tsfunc.program.closure.closure_guards import ConditionHolds, NotOneOf, ResultIs, SameObject
 from tsfunc.program.closure.guard_builder import ClosureNumber
@@ -204,33 +204,6 @@ def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) ->
         return finish(_Trace(replace(request, assumptions=assumptions), Instances(name)))
 
     return trace_until_valid(result, request.assumptions)[0]
-
-
-def trace_until_valid(
-    trace: Callable[[Assumptions], T],
-    assumptions: Assumptions,
-    after: Callable[[Assumptions, Exception], Assumptions | None] = lambda held, error: None,
-) -> tuple[T, Assumptions]:
-    """Trace until the assumptions hold: NOTE [retracing]; return the result and the assumptions.
-
-    Args:
-        trace: makes a trace; raises ``Retrace`` if an assumption does not hold.
-        assumptions: those of the first trace.
-        after: returns the assumptions after a trace that has failed; None raises the error.
-    """
-    while True:
-        try:
-            return trace(assumptions), assumptions
-        except Retrace as retrace:
-            following: Assumptions | None = retrace.assumptions
-        except Exception as error:
-            following = after(assumptions, assumptions.refusal or error)
-            if following is None and assumptions.refusal is not None:
-                raise assumptions.refusal from None
-            if following is None:
-                raise
-        assert following is not None and assumptions.is_followed_by(following), following
-        assumptions = following
 
 
 class _Trace:

@@ -79,16 +79,15 @@ def _traced(
     target: Target, entry: CachedProgram, flat: list[Any], grad: bool, entries: list[CachedProgram]
 ) -> list[CachedProgram]:
     """Return the new entries for a call."""
-    tree = entry.call_spec.tree
     cache = Cache(len(entries) + 2, auto_widen=False)
     cache.entries = tuple(entries)
-    args, kwargs = arguments = optree.tree_unflatten(tree, flat)
+    args, kwargs = optree.tree_unflatten(entry.call_spec.tree, flat)
     with torch.set_grad_enabled(grad):
         if settings()[1:] != entry.call_spec.settings[1:]:  # all settings except the grad mode
             return []
         try:
             if cache.find(args, kwargs) is None:
-                CacheMiss(target, arguments, flat, tree).make_entry(cache)
+                CacheMiss(target, args, kwargs).make_entry(cache)
         except Exception:  # the function, or its descriptors, do not accept such calls
             return []
     return [
