@@ -133,13 +133,13 @@ def tree_map(func: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     leaves, structure = flatten(tree)
     others = []
     for i, each in enumerate(rest):
-        own, other = flatten(each)
+        leaves_of_rest, other = flatten(each)
         if other != structure:
             raise ValueError(
                 f"tree_map: rest[{i}]: expected the structure of the tree, "
                 f"{structure_text(structure)}, got {structure_text(other)}."
             )
-        others.append(own)
+        others.append(leaves_of_rest)
     return optree.tree_unflatten(structure, list(map(func, leaves, *others)))
 
 

@@ -118,10 +118,10 @@ _of_library: dict[Any, bool] = {}  # by names of modules, as they are found
 
 def user_frame() -> FrameType:
     """Return the innermost frame outside this package and torch; else the outermost frame."""
-    frame, known = sys._getframe(1), _of_library
+    frame, of_library = sys._getframe(1), _of_library
     while (back := frame.f_back) is not None:
         # A trace comes here for every operator, below ten frames of libraries.
-        if not known.get(frame.f_globals.get("__name__")) and is_user_frame(frame):
+        if not of_library.get(frame.f_globals.get("__name__")) and is_user_frame(frame):
             break
         frame = back
     return frame
@@ -367,11 +367,11 @@ def fold_traceback(
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = _folded(each.__traceback__)
-            pending += (each.__cause__, each.__context__)
+        linked = pending.pop()
+        if linked is not None and id(linked) not in seen:
+            seen.add(id(linked))
+            linked.__traceback__ = _folded(linked.__traceback__)
+            pending += (linked.__cause__, linked.__context__)
 
 
 def in_public_call() -> bool:

@@ -91,7 +91,7 @@ def test_chunks_grow_while_they_are_measured(monkeypatch: pytest.MonkeyPatch) ->
 def test_measurements_are_used_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, memory = MemoryModel(), Pretended(100, 10, 0)
     chunks_of(monkeypatch, model, memory, 1000, 200)
-    assert (model.fixed, model.each, model.held) == (100, 10, 0)
+    assert (model.fixed, model.per_example, model.held) == (100, 10, 0)
     assert chunks_of(monkeypatch, model, memory, 1000, 170) == [80, 80, 10]
     assert chunks_of(monkeypatch, model, memory, 500, 60) == [35, 25]
 
@@ -130,20 +130,20 @@ def test_results_too_large_for_two_copies_give_a_warning(monkeypatch: pytest.Mon
 
 def test_a_model() -> None:
     model = MemoryModel()
-    assert not model.known
+    assert not model.is_measured
     model.observe(1, 100, 10)
-    assert model.known
-    assert (model.fixed, model.each, model.held) == (0, 100, 10)
+    assert model.is_measured
+    assert (model.fixed, model.per_example, model.held) == (0, 100, 10)
     model.observe(5, 180, 50)
-    assert (model.fixed, model.each, model.held) == (80, 20, 10)
+    assert (model.fixed, model.per_example, model.held) == (80, 20, 10)
     assert model.peak(10) == 280
     assert model.largest(10_000, 3) == 3
     # Five examples use no more than one: an example's result is its least use.
     model.observe(10, 180, 100)
-    assert model.each == 10
+    assert model.per_example == 10
     # A chunk is never predicted to use less than its share of the whole.
     model.observe(20, 9000, 100)
-    assert (model.fixed, model.each) == (0, 450)
+    assert (model.fixed, model.per_example) == (0, 450)
 
 
 def test_an_example_that_takes_nothing() -> None:

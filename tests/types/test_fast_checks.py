@@ -26,7 +26,7 @@ def both(d: Mapping[str, object], call: dict[str, Any]) -> tuple[Any, Any]:
     contract = compile_descriptors(d, inspect.signature(f))
     fast_check = contract._fast_check(call) if contract._fast_check is not None else None
     try:
-        return fast_check, dict(contract._run(call).sizes)
+        return fast_check, dict(contract._check_fully(call).sizes)
     except DescriptorViolation:
         return fast_check, None
 

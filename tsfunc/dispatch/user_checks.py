@@ -109,7 +109,7 @@ def _catches(code: CodeType, at: int) -> bool:
         names = {step.opname for step in steps}
         bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
         return bare or any(name in names for name in _CATCHES)
-    handlers = [handler for start, end, handler in _protected(table) if start <= at < end]
+    handlers = [handler for start, end, handler in _protected_ranges(table) if start <= at < end]
     return any(_is_clause(steps, index_of_offset[handler]) for handler in handlers)
 
 
@@ -119,7 +119,7 @@ def _is_clause(steps: tuple[dis.Instruction, ...], at: int) -> bool:
     return first == "PUSH_EXC_INFO" and second != "WITH_EXCEPT_START"
 
 
-def _protected(table: bytes) -> Iterator[tuple[int, int, int]]:
+def _protected_ranges(table: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the start and end of each protected range of a function, and its handler's offset.
 
     An entry has four numbers, with six bits a byte, the highest first: see CPython's notes on

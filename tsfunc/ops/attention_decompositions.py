@@ -34,7 +34,7 @@ class _Attention:
         causal: bool,
         scale: float | None,
     ) -> None:
-        self.given = query, key, value
+        self.inputs = query, key, value
         self.scale = query.shape[-1] ** -0.5 if scale is None else scale
         self.query, self.key, self.value = (
             in_accumulation_dtype(query),
@@ -54,11 +54,11 @@ class _Attention:
 
     def _repeated(self, x: Tensor) -> Tensor:
         """Return a head of keys or values for each head of queries, of which several share one."""
-        shared = self.given[0].shape[-3] // x.shape[-3]
+        shared = self.inputs[0].shape[-3] // x.shape[-3]
         return in_accumulation_dtype(x if shared == 1 else x.repeat_interleave(shared, -3))
 
     def result(self) -> Tensor:
-        return (self.weights @ self.value).to(self.given[0].dtype)
+        return (self.weights @ self.value).to(self.inputs[0].dtype)
 
     def pullback(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients by the queries, keys, values and scores."""
@@ -69,7 +69,7 @@ class _Attention:
         scales = self.scale, self.scale, 1.0
         by_query, by_key, by_value = (
             _in_order_of_fused(_summed_to(x * scale, of.shape[-3]).to(of.dtype))
-            for x, scale, of in zip(gradients, scales, self.given, strict=True)
+            for x, scale, of in zip(gradients, scales, self.inputs, strict=True)
         )
         return by_query, by_key, by_value, scores
 

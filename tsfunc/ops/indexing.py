@@ -107,7 +107,7 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
         return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
     x, flat = _rows_of(x, bdim, size)
     pairs = _as_halves(x)
-    out = _paired(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
+    out = _view_as_complex(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
 
 
@@ -121,7 +121,7 @@ def _as_halves(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.dtype is torch.complex32 else x
 
 
-def _paired(x: Tensor, like: Tensor) -> Tensor:
+def _view_as_complex(x: Tensor, like: Tensor) -> Tensor:
     """View pairs of halves as complex32 numbers again."""
     return torch.view_as_complex(x) if like.dtype is torch.complex32 else x
 
@@ -157,13 +157,13 @@ def index_write(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
         out = op(written, dim, index, source, *rest, **kwargs)
     else:
         index, _ = _rows_of(index, q, size)
-        out = _scattered(op, written, dim, index, source, rest, kwargs)
+        out = _scatter_by_example(op, written, dim, index, source, rest, kwargs)
     if inplace:
         return x, bdim
     return (out.squeeze(1) if flat else out), 0
 
 
-def _scattered(
+def _scatter_by_example(
     op: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, rest: Any, kwargs: Any
 ) -> Tensor:
     """index_add, index_copy or index_reduce with one index per example."""
@@ -180,7 +180,7 @@ def _scattered(
         out = getattr(x_pairs, f"scatter{suffix}")(dim, positions, source)
     else:
         out = getattr(x_pairs, f"scatter_reduce{suffix}")(dim, positions, source, rest[0], **kwargs)
-    return _paired(out, x)
+    return _view_as_complex(out, x)
 
 
 @row(

@@ -141,8 +141,8 @@ def isin(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
         rank = logical_rank(elements, bdims[0])
         elements = align_batch_dim(elements, bdims[0], rank).unsqueeze(-1)
         values = unit_dims(values, 1, rank)
-    found = (elements == values).any(-1)
-    return found.logical_not() if kwargs.get("invert") else found, 0
+    is_member = (elements == values).any(-1)
+    return is_member.logical_not() if kwargs.get("invert") else is_member, 0
 
 
 @row("aten::one_hot")

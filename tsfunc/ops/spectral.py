@@ -76,7 +76,7 @@ rows(along_several(None), *(f"aten::fft_{name}n" for name in _ONE))
 rows(shifted, "aten::fft_fftshift", "aten::fft_ifftshift")
 
 
-def _overlapped(frames: Tensor, hop: int) -> Tensor:
+def _overlap_and_add(frames: Tensor, hop: int) -> Tensor:
     """Sum frames, of shape (..., count, size), each ``hop`` elements after the one before."""
     *leading, count, size = frames.shape
     columns = frames.reshape(-1, count, size).mT
@@ -118,8 +118,8 @@ def _with_windows(x: Tensor, window: Tensor, rest: Sequence[Any]) -> Tensor:
     else:
         spectra = spectra if is_half else spectra[..., :half]
         frames = torch.fft.irfft(spectra, n_fft, norm=norm)
-    out = _overlapped(frames * window, hop)
-    weight = _overlapped((window * window).expand(frames.shape), hop)
+    out = _overlap_and_add(frames * window, hop)
+    weight = _overlap_and_add((window * window).expand(frames.shape), hop)
 
     whole, begin = out.shape[-1], half - 1 if center else 0
     end = whole - begin if length is None else begin + length

@@ -71,11 +71,11 @@ def check_vmap(
         one = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
         outs.append(func(*pytrees.unflatten(tree, one)))
     parts = zip(*[pytrees.leaves_of(out) for out in outs], strict=True)
-    want = pytrees.unflatten(pytrees.structure_of(outs[0]), [_stacked(part) for part in parts])
+    want = pytrees.unflatten(pytrees.structure_of(outs[0]), [_stack(part) for part in parts])
     same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
+def _stack(parts: Sequence[Any]) -> Any:
     """Stack one result over all examples; a non-tensor result is the first example's."""
     return torch.stack(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
 
@@ -356,7 +356,7 @@ def _check_pairs(
 def _looped(one_by_one: Callable[..., Any], examples: Sequence[tuple[Any, ...]]) -> Any:
     outs = [pytrees.flatten(one_by_one(*one)) for one in examples]
     columns = zip(*(leaves for leaves, _ in outs), strict=True)
-    return pytrees.unflatten(outs[0][1], [_stacked(column) for column in columns])
+    return pytrees.unflatten(outs[0][1], [_stack(column) for column in columns])
 
 
 Pair = tuple[str, Callable[..., Any], Callable[..., Any]]

@@ -100,7 +100,7 @@ class _Ranks:
         Raises:
             RanksFailed: a rank raised, ended, or did not finish in time.
         """
-        call = _pickled((fn, tuple(args)))
+        call = _pickle((fn, tuple(args)))
         for connection in self.connections:
             connection.send_bytes(call)
         end = time.monotonic() + timeout
@@ -213,7 +213,7 @@ def stop(n: int) -> None:
     _RunningRanks.ranks.pop(n).stop()
 
 
-def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
+def _pickle(call: tuple[Callable[..., Any], Any]) -> bytes:
     """Pickle the call: by reference if the function can be imported, else by value."""
     fn = call[0]
     if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(

@@ -78,8 +78,8 @@ def _check_rule(
     rtol: float,
     atol: float,
 ) -> None:
-    given, tree = pytrees.flatten(args)
-    leaves = [_double(leaf) for leaf in given]
+    originals, tree = pytrees.flatten(args)
+    leaves = [_double(leaf) for leaf in originals]
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     wrt = [i for i in positions if is_differentiable(leaves[i])]
 
@@ -102,8 +102,8 @@ def _check_rule(
     cotangents = [torch.randn_like(x) for x in of_chosen(*primals)]
     if not cotangents:
         return
-    if any(given[i].dtype != leaves[i].dtype for i in wrt):
-        _check_types(functools.partial(of_chosen, leaves=given), [given[i] for i in wrt])
+    if any(originals[i].dtype != leaves[i].dtype for i in wrt):
+        _check_types(functools.partial(of_chosen, leaves=originals), [originals[i] for i in wrt])
     _check_derivatives(of_chosen, primals, cotangents, eps, rtol, atol)
 
     def cts_in(*values: Any) -> Any:

@@ -1,11 +1,11 @@
 """The number of examples of a chunk: a fixed number, or as many as fit into a memory budget.
 
 NOTE [chunks by memory]
-The peak memory of a chunk of ``k`` examples is modelled as ``fixed + each * k``: a part that does
-not depend on the batch, and the part of each example. Two chunks of different sizes determine
-both; after one chunk the whole peak counts as ``each``, which is the safe side. The first chunk
-has one example, and each measured chunk is at most eight times as large as the one before, so that
-a wrong estimate shows before it does harm. The memory that a chunk leaves in use (results, and
+The peak memory of a chunk of ``k`` examples is modelled as ``fixed + per_example * k``: a part that
+does not depend on the batch, and the part of each example. Two chunks of different sizes determine
+both; after one chunk the whole peak counts as ``per_example``, which is the safe side. The first
+chunk has one example, and each measured chunk is at most eight times as large as the one before, so
+that a wrong estimate shows before it does harm. The memory that a chunk leaves in use (results, and
 values that autograd saves for a backward pass) stays in use for all examples, so it is subtracted
 from the budget first. The model is kept for later calls with such inputs, of any batch size, which
 then measure nothing.
@@ -61,17 +61,17 @@ class MemoryModel:
 
     Attributes:
         fixed: bytes of a chunk of any size.
-        each: bytes that an example adds to the peak.
+        per_example: bytes that an example adds to the peak.
         held: bytes that an example leaves in use.
         copied: bytes of an example that are in use twice when results are put together.
     """
 
     def __init__(self) -> None:
-        self.fixed = self.each = self.held = self.copied = 0.0
+        self.fixed = self.per_example = self.held = self.copied = 0.0
         self._seen: dict[int, int] = {}
 
     @property
-    def known(self) -> bool:
+    def is_measured(self) -> bool:
         """True if a chunk was measured."""
         return bool(self._seen)
 
@@ -81,24 +81,24 @@ class MemoryModel:
         self.held = max(held, 0) / examples
         *smaller, largest = sorted(self._seen)
         most = self._seen[largest]
-        self.fixed, self.each = 0.0, most / largest
+        self.fixed, self.per_example = 0.0, most / largest
         if smaller:
             other = smaller[-1]
             slope = (most - self._seen[other]) / (largest - other)
             # An example takes at least the memory that it leaves in use, and at most its share.
-            self.each = min(max(slope, self.held), most / largest)
-            self.fixed = most - self.each * largest
+            self.per_example = min(max(slope, self.held), most / largest)
+            self.fixed = most - self.per_example * largest
 
     def peak(self, examples: int) -> float:
         """Return the expected peak memory of a chunk."""
-        return self.fixed + self.each * examples
+        return self.fixed + self.per_example * examples
 
     def largest(self, budget: float, total: int) -> int:
         """Return the largest size of chunks that keep a budget; 0 if one example exceeds it."""
         room = MARGIN * budget - total * self.held - self.fixed
-        if room < self.each or total * (self.held + self.copied) > budget:
+        if room < self.per_example or total * (self.held + self.copied) > budget:
             return 0
-        return total if self.each == 0 else min(total, int(room / self.each))
+        return total if self.per_example == 0 else min(total, int(room / self.per_example))
 
 
 class MeasuredSize:
@@ -116,12 +116,12 @@ class MeasuredSize:
     ) -> None:
         self.model, self.budget, self.total = model, budget, total
         self.device, self.name = device, name
-        self._measures = not model.known
+        self._measures = not model.is_measured
         self._last = 0
         self._warned = False
 
     def next(self) -> int:
-        if not self.model.known:
+        if not self.model.is_measured:
             return 1
         size = self.model.largest(self.budget, self.total)
         if size == 0:

@@ -85,7 +85,7 @@ def chunk_sizes_for(
     if len(models) > _MODELS_KEPT:
         del models[next(iter(models))]
     budget = _budget(spec, device)
-    if model.known and model.largest(budget, size) >= size:
+    if model.is_measured and model.largest(budget, size) >= size:
         return None
     return MeasuredSize(model, int(budget), size, device, spec.name)
 

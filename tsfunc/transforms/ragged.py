@@ -217,8 +217,10 @@ class _Joined:
         """Return a list with an entry for each example."""
         items: list[Any] = []
         for subset, value in zip(self.subsets, values, strict=True):
-            each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(subset)
-            items.extend(each)
+            examples = (
+                value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(subset)
+            )
+            items.extend(examples)
         return [items[i] for i in self.back.tolist()]
 
     def _tensors(self, values: Sequence[torch.Tensor], dim: int) -> Any:

@@ -280,7 +280,7 @@ class Specialized(Transformed[_Params, _Result]):
                 f"specialize({self.name}): lower() expected descriptors of the arguments by "
                 f"parameter name, got none."
             )
-        programs = tuple(self._lowered(contract) for contract in contracts)
+        programs = tuple(self._lower_one(contract) for contract in contracts)
         return programs[0] if len(programs) == 1 else programs
 
     def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
@@ -297,7 +297,7 @@ class Specialized(Transformed[_Params, _Result]):
             )
         return [dict(zip(names, descriptors, strict=False))]
 
-    def _lowered(self, contract: Contract) -> Program:
+    def _lower_one(self, contract: Contract) -> Program:
         bound = arguments_for(self.name, self.target.signature, contract)
         target = dataclasses.replace(self.target, contracts=(contract,))
         call = CacheMiss(target, bound.args, bound.kwargs)

@@ -132,9 +132,9 @@ def _leaves(collection: Any, change: _Change) -> Iterator[tuple[Any, int | None]
     module = tensordict_module()
     collection = _inner(collection)
     if isinstance(collection, module.LazyStackedTensorDict):
-        each, _ = change.in_lazy_stack(collection)
+        part_change, _ = change.in_lazy_stack(collection)
         for part in collection.tensordicts:
-            yield from _leaves(part, each)
+            yield from _leaves(part, part_change)
         return
     if module.is_non_tensor(collection):
         return
@@ -173,8 +173,8 @@ def _rebuilt(collection: Any, change: _Change, leaves: Iterator[Any]) -> Any:
         rebuilt = _rebuilt(inner, change, leaves)
         return type(collection).from_tensordict(rebuilt, dict(collection._non_tensordict))
     if isinstance(collection, module.LazyStackedTensorDict):
-        each, stack_dim = change.in_lazy_stack(collection)
-        parts = [_rebuilt(part, each, leaves) for part in collection.tensordicts]
+        part_change, stack_dim = change.in_lazy_stack(collection)
+        parts = [_rebuilt(part, part_change, leaves) for part in collection.tensordicts]
         return type(collection)(*parts, stack_dim=stack_dim)
     if module.is_non_tensor(collection):
         clone = collection.clone(False)

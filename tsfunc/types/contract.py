@@ -114,8 +114,8 @@ class Contract:
         fast_check = self._fast_check
         sizes = None if fast_check is None else fast_check(arguments)
         if sizes is not None:
-            return Bindings(sizes, lambda: self._run(arguments).leaves, self._alternatives)
-        context = self._run(arguments)
+            return Bindings(sizes, lambda: self._check_fully(arguments).leaves, self._alternatives)
+        context = self._check_fully(arguments)
         return Bindings(context.sizes, context.leaves)
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
@@ -123,12 +123,12 @@ class Contract:
         if self._fast_check is not None:
             return self._fast_check(arguments) is not None
         try:
-            self._run(arguments)
+            self._check_fully(arguments)
         except DescriptorViolation:
             return False
         return True
 
-    def _run(self, arguments: Mapping[str, object]) -> TypeCheck:
+    def _check_fully(self, arguments: Mapping[str, object]) -> TypeCheck:
         """Check a call in full, and find every mismatch.
 
         Raises:

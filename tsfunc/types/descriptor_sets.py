@@ -301,10 +301,10 @@ def descriptor_of(value: Any) -> Descriptor:
     Other objects are described only by their class.
     """
 
-    def leaf(each: Any) -> Any:
-        if isinstance(each, torch.Tensor):
-            return TSTensor(meta=MetaTensorType.of(each))
-        return literal(each) if is_plain_value(each) else class_type(type(each))
+    def leaf(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return TSTensor(meta=MetaTensorType.of(part))
+        return literal(part) if is_plain_value(part) else class_type(type(part))
 
     return as_descriptor(pytrees.tree_map(leaf, value))
 

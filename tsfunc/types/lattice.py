@@ -239,13 +239,13 @@ class _Join:
                     kind, both, tuple(self.of(types_by_entry[x], by_entry[x]) for x in both)
                 )
             case _ if left.by_parts and left.differs_in_parts(right):
-                return left.with_parts(self.each(left.parts, right.parts))
+                return left.with_parts(self.join_pairs(left.parts, right.parts))
             case _ if {left, right} == {FLOAT, DOUBLE}:
                 return DOUBLE
             case _:
                 return self.containers(left, right)
 
-    def each(self, ones: Sequence[TSType], others: Sequence[TSType]) -> tuple[TSType, ...]:
+    def join_pairs(self, ones: Sequence[TSType], others: Sequence[TSType]) -> tuple[TSType, ...]:
         """Return the join of each pair of children."""
         return tuple(self.of(*pair) for pair in zip(ones, others, strict=True))
 
@@ -270,9 +270,12 @@ class _Join:
         if ANY in rest:
             return ANY
         least: list[TSType] = []
-        for each in rest:
-            if not any(is_below([each], [other]) for other in least):
-                least = [*(other for other in least if not is_below([other], [each])), each]
+        for candidate in rest:
+            if not any(is_below([candidate], [other]) for other in least):
+                least = [
+                    *(other for other in least if not is_below([other], [candidate])),
+                    candidate,
+                ]
         if has_none and len(least) == 1 and not self.of_call:
             return optional(least[0])
         alternatives = (*sorted(least, key=str), *((NONE,) if has_none else ()))
@@ -295,7 +298,7 @@ class _Join:
             fixed = not isinstance(left, TSTupleOf) and not isinstance(right, TSTupleOf)
             if not fixed or len(ones) != len(others):
                 return TSTupleOf(self.together(ones, others)) if self.of_call else ANY
-            joined, names = self.each(ones, others), left.element_names
+            joined, names = self.join_pairs(ones, others), left.element_names
             same = names is not None and names == right.element_names
             return TSNamedTuple(names, joined) if names is not None and same else TSTuple(joined)
         written = not self.of_call and left.invariant and right.invariant

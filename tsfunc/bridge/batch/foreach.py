@@ -38,7 +38,7 @@ def _is_list(value: Any) -> bool:
 def _per_tensor(single: Single, inplace: bool) -> Single:
     """Return a function that calls ``single`` on each position of its list arguments."""
 
-    def each(*args: Any, **kwargs: Any) -> Any:
+    def apply(*args: Any, **kwargs: Any) -> Any:
         count = next(len(arg) for arg in args if _is_list(arg))
         out = [
             single(*[arg[k] if _is_list(arg) else arg for arg in args], **kwargs)
@@ -46,7 +46,7 @@ def _per_tensor(single: Single, inplace: bool) -> Single:
         ]
         return None if inplace else out
 
-    return each
+    return apply
 
 
 def _added(name: str) -> Single:
@@ -112,24 +112,24 @@ def _declare() -> None:
     """
     for name, single in _singles().items():
         inplace = name.endswith("_")
-        each = _per_tensor(single, inplace)
+        apply = _per_tensor(single, inplace)
         if name.startswith("addc"):
-            each = _with_tensor_of_factors(each)
-        DECOMPOSITIONS[f"aten::_foreach_{name}"] = each
+            apply = _with_tensor_of_factors(apply)
+        DECOMPOSITIONS[f"aten::_foreach_{name}"] = apply
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
-            method = _method(each, inplace)
+            method = _method(apply, inplace)
             adds = name in ("add", "add_")
             rule = _dropping_tangent_of_number(method) if adds else method
             function_rules.add(Stage.METHOD, rule, function)
 
 
-def _with_tensor_of_factors(each: Single) -> Single:
+def _with_tensor_of_factors(single: Single) -> Single:
     """Return ``addcmul`` or ``addcdiv`` that also takes all factors in one tensor."""
 
     def call(x: Any, a: Any, b: Any, value: Any = 1, *, scalars: Any = None) -> Any:
         value = value if scalars is None else scalars
-        return each(x, a, b, value.unbind() if isinstance(value, Tensor) else value)
+        return single(x, a, b, value.unbind() if isinstance(value, Tensor) else value)
 
     return call
 
@@ -149,9 +149,9 @@ def _dropping_tangent_of_number(method: Method) -> Method:
     return call
 
 
-def _method(each: Single, inplace: bool) -> Method:
+def _method(single: Single, inplace: bool) -> Method:
     def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        out = each(*args, **kwargs)
+        out = single(*args, **kwargs)
         return args[0] if inplace else tuple(out)
 
     return method

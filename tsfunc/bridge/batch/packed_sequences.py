@@ -103,7 +103,7 @@ def is_in_trace(args: Sequence[Any], lengths: Tensor) -> bool:
     return bool(level.autograd) or batch_level_of(args) is not None
 
 
-def _packed(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _pack_sequences(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pack the sequences of a batch: NOTE [packed sequences]."""
     x, lengths, batch_first = args
     of_batch = isinstance(lengths, BatchTracer)
@@ -117,7 +117,7 @@ def _packed(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     return rows.index_select(0, positions.to(x.device)), batch_sizes
 
 
-def _padded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _pad_sequences(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pad the packed sequences of a batch: NOTE [packed sequences]."""
     rows, batch_sizes, batch_first, value, total_length = args
     if not (batch_level_of(args) or is_in_trace(args, batch_sizes)):
@@ -133,5 +133,5 @@ def _padded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _packed, torch._VF._pack_padded_sequence)
-function_rules.add(Stage.METHOD, _padded, torch._VF._pad_packed_sequence)
+function_rules.add(Stage.METHOD, _pack_sequences, torch._VF._pack_padded_sequence)
+function_rules.add(Stage.METHOD, _pad_sequences, torch._VF._pad_packed_sequence)

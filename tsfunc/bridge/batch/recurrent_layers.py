@@ -164,7 +164,7 @@ def _is_packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return func in _FUNCTIONS and isinstance(args[3], list | tuple)
 
 
-def _composed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _compute_by_operators(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Compute a call of a cell or a layer by other operators."""
     if not _is_packed(func, args):
         compute = _STEPS[func] if func in _STEPS else _FUNCTIONS[func]
@@ -188,7 +188,7 @@ def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     composed = is_in_trace(args, args[1]) if packed else needs_plain_sizes(*args)
     is_lstm = _FUNCTIONS.get(func) is LAYERS["aten::lstm.input"]
     if composed or (is_lstm and _needs_workspace(args)):
-        return _composed(func, args, kwargs)
+        return _compute_by_operators(func, args, kwargs)
     level = batch_level_of(args)
     if level is not None:
         lifted = [lift_where(arg, level, is_outside) for arg in args]

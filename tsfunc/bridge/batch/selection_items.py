@@ -35,14 +35,14 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
             return NotImplemented
         return index.like(x[items[0].elements], items[0].after + x.dim() - 1)
     if isinstance(index, Selection):
-        return _restricted(x, index)
+        return _restrict(x, index)
     front = x.elements.dim() + x.element_dim
     if not all(item is None or item is ... or isinstance(item, int | slice) for item in items):
         return NotImplemented
     return _basic(x, items, front)
 
 
-def _restricted(x: Selection, by: Selection) -> Any:
+def _restrict(x: Selection, by: Selection) -> Any:
     """Restrict a selection to the selected elements for which the selection ``by`` is True."""
     if by.dtype is not torch.bool or by.after or by.elements.dim() != 1 or not x.is_first:
         return NotImplemented
@@ -118,7 +118,7 @@ def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) ->
     return x
 
 
-def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
+def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Flatten a selection into one dim of elements."""
     x, *shape = args
     if func.__name__ in ("reshape", "view") and shape not in ([-1], [(-1,)], [[-1]]):
@@ -162,7 +162,7 @@ def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs
     x, mask = (*args, *kwargs.values())
     if not isinstance(x, Selection) or not isinstance(mask, Selection):
         return NotImplemented
-    return _restricted(x, mask)
+    return _restrict(x, mask)
 
 
 def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
@@ -172,7 +172,7 @@ def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
 
 function_rules: Final = SelectionRules()
 function_rules.serve(_text, "__repr__ __format__", _T)
-function_rules.serve(_flattened, "flatten ravel reshape view")
+function_rules.serve(_flatten, "flatten ravel reshape view")
 function_rules.serve(_cat, "cat concat concatenate")
 function_rules.serve(_masked_select, "masked_select")
 function_rules.serve(_index_put, "index_put index_put_")

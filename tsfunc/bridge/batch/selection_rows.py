@@ -113,18 +113,18 @@ def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     names = list(options)
     lead, values = together([*args, *options.values()], func.__name__)
     options = dict(zip(names, values[len(args) :], strict=True))
-    each = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **options)
-    return _reduced(lead.like(each), reduction)
+    losses = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **options)
+    return _reduce(lead.like(losses), reduction)
 
 
-def _reduced(each: Selection, reduction: str) -> Any:
+def _reduce(losses: Selection, reduction: str) -> Any:
     if reduction == "none":
-        return each
+        return losses
     if reduction == "batchmean":
-        if not each.is_first:
+        if not losses.is_first:
             return NotImplemented
-        return each.sum() / each.count()
-    return each.mean() if reduction == "mean" else each.sum()
+        return losses.sum() / losses.count()
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
@@ -139,16 +139,16 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs
         return NotImplemented
     reduction = options.pop("reduction", "mean")
     classes = target.in_order_of(x.mask, x.source)
-    each = x.like(func(x.elements, classes, reduction="none", **options), x.after - 1)
+    losses = x.like(func(x.elements, classes, reduction="none", **options), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
-        return _reduced(each, reduction)
+        return _reduce(losses, reduction)
     # The mean divides by the weights of the rows' classes, and skips ignored rows.
     counted = classes != options.get("ignore_index", -100)
     weight = options.get("weight")
     share: torch.Tensor = counted
     if weight is not None:
         share = torch.where(counted, weight[torch.where(counted, classes, 0)], 0)
-    return each.sum() / each.like(share).sum()
+    return losses.sum() / losses.like(share).sum()
 
 
 def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:

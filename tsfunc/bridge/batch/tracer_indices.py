@@ -215,7 +215,7 @@ def _get(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     items = _index_items(integers, x.dim())
     for position in reversed(range(len(items))):
         if _is_traced(items[position]):
-            x = _gathered(x, items, position)
+            x = _gather(x, items, position)
     return x[tuple(items)] if items else x
 
 
@@ -263,7 +263,7 @@ def _tensor_split(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     return torch.tensor_split(args[0] if args else kwargs["input"], where.tolist(), dim)
 
 
-def _gathered(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
+def _gather(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
     """Gather one traced item from ``x`` and update ``items`` for the dims of the result."""
     item = items.pop(position)
     dim = sum(_consumed_dims(item) for item in items[:position])

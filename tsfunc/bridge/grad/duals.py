@@ -45,13 +45,13 @@ class Duals:
         self.levels: list[TracerLevel | None] = [None] if may_carry_outer_tangents(None) else []
         self.levels += [x for x in self.active if x.forward]
         self.enabled = tangents_enabled()
-        self.given: list[_Build | None] = []
-        self.closed: dict[int, tuple[weakref.ref[torch.Tensor], _Build]] = {}
+        self.rebuilders: list[_Build | None] = []
+        self.closure_rebuilders: dict[int, tuple[weakref.ref[torch.Tensor], _Build]] = {}
 
     @contextmanager
     def first(self, args: Sequence[Any]) -> Iterator[None]:
         """Context manager for the first run, which stores the tangents."""
-        self.given = [_rebuilder(arg) for arg in args]
+        self.rebuilders = [_rebuilder(arg) for arg in args]
         with _TangentCollector(self.keep, self.around):
             yield
 
@@ -67,7 +67,7 @@ class Duals:
                 return
             for level in self.levels:
                 stack.enter_context(dual_level(level))
-            pairs = zip(args, self.given, strict=True)
+            pairs = zip(args, self.rebuilders, strict=True)
             arguments = [arg if build is None else build(arg) for arg, build in pairs]
             stack.enter_context(_TangentCollector(self.replaced, self.around))
             yield arguments
@@ -75,13 +75,16 @@ class Duals:
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Store how to rebuild the tangents of a tensor while it lives; return the tensor."""
         key = id(value)
-        if key not in self.closed and (build := _rebuilder(value)) is not None:
-            self.closed[key] = weakref.ref(value, lambda _: self.closed.pop(key, None)), build
+        if key not in self.closure_rebuilders and (build := _rebuilder(value)) is not None:
+            self.closure_rebuilders[key] = (
+                weakref.ref(value, lambda _: self.closure_rebuilders.pop(key, None)),
+                build,
+            )
         return value
 
     def replaced(self, value: torch.Tensor) -> torch.Tensor:
         """Return the dual that replaces a tensor in another run, or the tensor itself."""
-        ref, build = self.closed.get(id(value), (None, None))
+        ref, build = self.closure_rebuilders.get(id(value), (None, None))
         return build(value) if build is not None and ref is not None and ref() is value else value
 
 

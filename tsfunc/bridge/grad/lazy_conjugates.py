@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.torch_state import AUTOGRAD, RANDOM_KEY_NAME, below_a
 from tsfunc.bridge.tracers.tracer import Tracer
 
 
-def _cloned(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any) -> Any:
+def _clone(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any) -> Any:
     """Copy a tensor while a level is active.
 
     Args:
@@ -42,6 +42,6 @@ def _cloned(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any)
 
 _handlers = compiled.load()
 if _handlers is None:
-    on_first_level(register_kernels, RANDOM_KEY_NAME, {"aten::clone": _cloned})
+    on_first_level(register_kernels, RANDOM_KEY_NAME, {"aten::clone": _clone})
 else:  # the same kernel, which every copy in a level passes
     on_first_level(_handlers.install_copy_of_conjugates)

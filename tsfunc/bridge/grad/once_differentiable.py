@@ -24,13 +24,13 @@ from tsfunc.errors import UndefinedDerivativeError
 
 
 @once_differentiable
-def _marked(ctx: Any) -> None: ...
+def _mark(ctx: Any) -> None: ...
 
 
 _torch_vmap = Function.vmap
 
 # All functions that the decorator makes share one code object.
-_CODE: Final = _marked.__code__
+_CODE: Final = _mark.__code__
 _GUARDED: Final = "__tsfunc_guarded__"
 
 

@@ -113,7 +113,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         (DECOMPOSED, _has_tangent_and_is_differentiated, True),
         (TRACED_DECOMPOSED, _has_tangent_and_may_be_differentiated, True),
         (TWICE_DECOMPOSED, _differentiated_twice, True),
-        (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
+        (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _is_recorded_again(x), False),
         (PUSHED_DECOMPOSED, _has_tangent, True),
         (MASKED, lambda x: _has_tangent(x) or _differentiates_after(3, x), False),
         *[
@@ -123,16 +123,16 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
         (_POWERS, _has_constant_exponent, True),
         (
             BACKWARD_DECOMPOSED,
-            lambda x: _recorded(x) or _has_tangent_and_is_differentiated(x),
+            lambda x: _is_recorded(x) or _has_tangent_and_is_differentiated(x),
             False,
         ),
         (
             UNDIFFERENTIABLE_DECOMPOSED,
-            lambda x: _recorded(x) or _has_tangent(x) or _perturbed_inside(x),
+            lambda x: _is_recorded(x) or _has_tangent(x) or _perturbed_inside(x),
             False,
         ),
     ]
-    for name, (decomposition, conditions, skipped) in _joined(tables).items():
+    for name, (decomposition, conditions, skipped) in _join_tables(tables).items():
         applies = conditions[0] if len(conditions) == 1 else functools.partial(_any, conditions)
         yield name, decomposition, applies, skipped
         inplace = _inplace_name(name)
@@ -140,7 +140,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
             yield inplace, functools.partial(_write_decomposed, decomposition), applies, skipped
 
 
-def _joined(
+def _join_tables(
     tables: Sequence[tuple[Mapping[str, _Decomposition | None], _Condition, bool]],
 ) -> dict[str, tuple[_Decomposition | None, list[_Condition], bool]]:
     """Return the replacement of each operator of the tables, and all conditions for it."""
@@ -162,7 +162,7 @@ def _has_constant_exponent(values: Sequence[Any]) -> bool:
     base, exponent = values[:2]
     if not _has_tangent([base]) or _has_tangent([exponent]):
         return False
-    return bool(current_levels()) or _recorded([base])
+    return bool(current_levels()) or _is_recorded([base])
 
 
 def _inplace_name(name: str) -> str:
@@ -232,7 +232,7 @@ _POWERS: dict[str, _Decomposition | None] = {
 }
 
 
-def _replaced(
+def _call_replacement(
     decomposition: _Decomposition | None,
     applies: _Condition,
     overload: Any,
@@ -273,7 +273,7 @@ def _is_of_number(overload: Any, args: Sequence[Any]) -> bool:
 _NUMBERS = frozenset({bool, int, float, complex})
 
 
-def _recorded(values: Sequence[Any]) -> bool:
+def _is_recorded(values: Sequence[Any]) -> bool:
     """True if autograd records a call of these values at their level."""
     if not torch.is_grad_enabled():
         return False
@@ -296,7 +296,7 @@ def _tangents(values: Sequence[Any]) -> list[torch.Tensor]:
 
 def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
     """True if an argument has a tangent and another transform differentiates by one."""
-    return _has_tangent(values) and (_recorded(values) or _differentiated_inside(values))
+    return _has_tangent(values) and (_is_recorded(values) or _differentiated_inside(values))
 
 
 def _has_tangent_and_may_be_differentiated(values: Sequence[Any]) -> bool:
@@ -308,25 +308,25 @@ def _has_tangent_and_may_be_differentiated(values: Sequence[Any]) -> bool:
     if not tangents:
         return False
     values = [*values, *tangents]
-    return _recorded(values) or _traced(values) or _differentiated_inside(values)
+    return _is_recorded(values) or _is_traced(values) or _differentiated_inside(values)
 
 
-def _traced(values: Sequence[Any]) -> bool:
+def _is_traced(values: Sequence[Any]) -> bool:
     """True if one of the values is traced: the program may later be differentiated."""
     return any(hasattr(x, "node") for x in values if isinstance(x, Tracer))
 
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:
     """True if two transforms differentiate by the arguments, or one does in a trace."""
-    recorded, has_tangent = _recorded(values), _has_tangent(values)
+    recorded, has_tangent = _is_recorded(values), _has_tangent(values)
     if not (recorded or has_tangent):
         return False
-    return (recorded and has_tangent) or _traced(values) or _differentiated_inside(values)
+    return (recorded and has_tangent) or _is_traced(values) or _differentiated_inside(values)
 
 
-def _recorded_again(values: Sequence[Any]) -> bool:
+def _is_recorded_again(values: Sequence[Any]) -> bool:
     """True if autograd records a call inside of several derivatives."""
-    return outermost.recording > 1 and _recorded(values)
+    return outermost.recording > 1 and _is_recorded(values)
 
 
 def _differentiated_inside(values: Sequence[Any]) -> bool:
@@ -338,7 +338,7 @@ def _differentiated_inside(values: Sequence[Any]) -> bool:
 def _differentiates_after(count: int, values: Sequence[Any]) -> bool:
     """True if a transform at any level differentiates by an argument after the first ones."""
     rest = [value for value in values[count:] if isinstance(value, torch.Tensor)]
-    return bool(rest) and (_recorded(rest) or _has_tangent(rest) or _perturbed_inside(rest))
+    return bool(rest) and (_is_recorded(rest) or _has_tangent(rest) or _perturbed_inside(rest))
 
 
 def _perturbed_inside(values: Sequence[Any]) -> bool:
@@ -357,7 +357,10 @@ def _differentiated(value: torch.Tensor) -> bool:
 on_first_level(
     register_replacements,
     {
-        name: (functools.partial(_replaced, decomposition, applies), skipped_by_one_derivative)
+        name: (
+            functools.partial(_call_replacement, decomposition, applies),
+            skipped_by_one_derivative,
+        )
         for name, decomposition, applies, skipped_by_one_derivative in _replacements()
     },
 )

@@ -34,13 +34,13 @@ def _call_on_lazy_zero(
     """
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         # C++ hands Python numbers, lazy zeros among them, to Python as numbers.
-        return overload.overloadpacket(_materialized(x), _materialized(y), **kwargs)
+        return overload.overloadpacket(_materialize(x), _materialize(y), **kwargs)
     if isinstance(x, Tracer) or isinstance(y, Tracer):
-        return overload.redispatch(keys & rest, _materialized(x), _materialized(y), **kwargs)
+        return overload.redispatch(keys & rest, _materialize(x), _materialize(y), **kwargs)
     return lazy.call_boxed(keys, x, y, **kwargs)
 
 
-def _materialized(value: Any) -> Any:
+def _materialize(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value._is_zerotensor():
         zero: torch.Tensor = torch.zeros((), dtype=value.dtype, device=value.device)
         return zero.expand(value.shape)

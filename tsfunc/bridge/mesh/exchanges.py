@@ -140,7 +140,7 @@ def _sum_ranks(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     return _restore_dtype(out, x)
 
 
-def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def _gather_ranks(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the values of all ranks, stacked along a new first dim."""
     sent = _as_sendable(x.contiguous())
     size = mesh.sizes[axis]
@@ -150,12 +150,12 @@ def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
 
 def _gather(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    return _gathered(x, mesh, axis).movedim(0, ints[0]).contiguous()
+    return _gather_ranks(x, mesh, axis).movedim(0, ints[0]).contiguous()
 
 
 def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     dim = ints[0]
-    return _gathered(x, mesh, axis).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return _gather_ranks(x, mesh, axis).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
@@ -251,7 +251,7 @@ def _dim_multiplied(shape: list[Any], ints: Sequence[int], size: int) -> list[An
     return [n * size if dim == ints[0] else n for dim, n in enumerate(shape)]
 
 
-def _reversed(ints: list[int]) -> list[int]:
+def _reverse(ints: list[int]) -> list[int]:
     return ints[::-1]
 
 
@@ -294,7 +294,7 @@ EXCHANGES: Final = {
         _scatter, "gather", _without_dim, collective="psum_scatter", sums=True, makes="parts"
     ),
     "all_to_all": Exchange(
-        _all_to_all, "all_to_all", _dim_moved, _reversed, collective="all_to_all", makes="parts"
+        _all_to_all, "all_to_all", _dim_moved, _reverse, collective="all_to_all", makes="parts"
     ),
     "permute": Exchange(
         _permute, "permute", transposed_ints=_halves_swapped, collective="ppermute", makes="parts"

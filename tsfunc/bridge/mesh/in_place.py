@@ -101,18 +101,18 @@ def _write_result(
     target.copy_(result if waited else _functional.wait_tensor(result))
 
 
-def _unboxed(group: Any) -> Any:
+def _unbox(group: Any) -> Any:
     from torch._C._distributed_c10d import ProcessGroup
 
     return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
 
 
 def _group_name(group: Any) -> Any:
-    return _unboxed(group).group_name
+    return _unbox(group).group_name
 
 
 def _group_size(group: Any) -> int:
-    return _unboxed(group).size()
+    return _unbox(group).size()
 
 
 def _word(reduction: Any) -> str:
@@ -135,7 +135,7 @@ def _completed_work() -> Any:
     return Work.boxed(FakeWork())
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _refuse(name: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         raise MissingRuleError(
             f"c10d::{name}: this collective writes into its arguments and has no functional form, "
@@ -166,7 +166,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_reduce_scatter_base_": _reduce_scatter,
     "alltoall_base_": _all_to_all,
     **{
-        name: _refused(name)
+        name: _refuse(name)
         for name in (
             "reduce_", "gather_", "scatter_", "reduce_scatter_", "alltoall_", "send", "recv_",
             "allreduce_coalesced_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",

@@ -43,22 +43,22 @@ def _exchange_reals(
     x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int
 ) -> Tensor:
     if kind in ("sum", "total"):
-        return _waited("all_reduce", own_copy(x), "sum", group)
+        return _call_and_wait("all_reduce", own_copy(x), "sum", group)
     if kind == "scatter":
         sent = x.movedim(ints[0], 0)
-        flat = _waited("reduce_scatter_tensor", own_copy(sent).view(-1), "sum", size, group)
+        flat = _call_and_wait("reduce_scatter_tensor", own_copy(sent).view(-1), "sum", size, group)
         return flat.view(sent.shape[1:])
     if kind in ("gather", "tile"):
-        flat = _waited("all_gather_into_tensor", own_copy(x).view(-1), size, group)
+        flat = _call_and_wait("all_gather_into_tensor", own_copy(x).view(-1), size, group)
         parts = flat.view(size, *x.shape).movedim(0, ints[0])
         return own_copy(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
     if kind == "all_to_all":
         sent = x.movedim(ints[0], 0)
-        each = [sent.numel() // size] * size
-        flat = _waited("all_to_all_single", own_copy(sent).view(-1), each, each, group)
+        lengths = [sent.numel() // size] * size
+        flat = _call_and_wait("all_to_all_single", own_copy(sent).view(-1), lengths, lengths, group)
         return own_copy(flat.view(sent.shape).movedim(0, ints[1]))
     if kind == "permute":
-        return _permuted(x, ints, group, size, me)
+        return _permute(x, ints, group, size, me)
     if kind == "slice":
         length = x.shape[ints[0]] // size
         return own_copy(x.narrow(ints[0], me * length, length))
@@ -67,14 +67,14 @@ def _exchange_reals(
     return own_copy(x)  # enter, leave, join
 
 
-def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
+def _permute(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
     sends, receives = permuted_counts(ints, x.numel(), size, me)
     sent = own_copy(x).view(-1) if any(sends) else x.new_empty(0)
-    flat = _waited("all_to_all_single", sent, receives, sends, group)
+    flat = _call_and_wait("all_to_all_single", sent, receives, sends, group)
     return flat.view(x.shape) if any(receives) else torch.zeros_like(x)
 
 
-def _waited(name: str, x: Tensor, *args: Any) -> Tensor:
+def _call_and_wait(name: str, x: Tensor, *args: Any) -> Tensor:
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(getattr(functional, name)(x, *args))
 

@@ -173,7 +173,7 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
             with without_autograd():
                 return call_below_function(func, types, args, kwargs)
         if step is _DECOMPOSED:
-            return _decomposed(plan, level, args, kwargs)
+            return _run_decomposition(plan, level, args, kwargs)
         if bdims is None:
             bdims = bdims_at_call(plan, kinds, values, len(args))
     if kwargs or plan.form is not None:
@@ -183,10 +183,10 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         values, kwargs = arguments
     tls.state = level.outer
     try:
-        out = _computed(plan, level, direct, values, kwargs, bdims)
+        out = _compute(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
-    return _wrapped(plan, level, direct, args, kwargs, out)
+    return _wrap_results(plan, level, direct, args, kwargs, out)
 
 
 def _call_recorded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -202,7 +202,7 @@ def _call_recorded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
 
 
-def _computed(
+def _compute(
     plan: CallPlan, level: BatchLevel, direct: bool, values: Sequence[Any],
     kwargs: Mapping[str, Any], bdims: Sequence[Any] | None,
 ) -> Any:  # fmt: skip
@@ -240,7 +240,7 @@ def _is_recordable(plan: CallPlan, level: BatchLevel, values: Sequence[Any]) -> 
     return not (plan.plain_positions and need_lifting(plan, values, level))
 
 
-def _wrapped(
+def _wrap_results(
     plan: CallPlan, level: BatchLevel, direct: bool, args: Args, kwargs: Kwargs,
     out: Any,
 ) -> Any:  # fmt: skip
@@ -260,7 +260,7 @@ def _wrapped(
     return results if plan.form is None else plan.form.result_of(results)
 
 
-def _decomposed(plan: CallPlan, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
+def _run_decomposition(plan: CallPlan, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
     """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
     form = plan.form
     assert form is not None
@@ -320,14 +320,14 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
         direct = step is _DIRECT or (
             (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
         )
-        out = _computed(plan, level, direct, values, kwargs, bdims)
+        out = _compute(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
         if want is not grad:
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
         guards.append(guard)
-    return _wrapped(plan, level, direct, args, kwargs, out)
+    return _wrap_results(plan, level, direct, args, kwargs, out)
 
 
 # NOTE [queries of autograd]

@@ -69,7 +69,7 @@ class _RunningMeters(threading.local):
 
     def start(self, meter: Meter) -> None:
         if self.meters:
-            self._read()
+            self._stop_profiler()
         elif _profiler_enabled():
             raise RuntimeError(
                 "vmap with chunk_size='auto' measures memory by torch's profiler, but a profiler "
@@ -84,12 +84,12 @@ class _RunningMeters(threading.local):
         if meter not in self.meters:
             return
         if _profiler_enabled():
-            self._read()
+            self._stop_profiler()
         if len(self.meters) > 1:
             _start_profiler()
         self.meters.remove(meter)
 
-    def _read(self) -> None:
+    def _stop_profiler(self) -> None:
         """Stop the profiler, and give its events to the meters."""
         event: Any  # kind is annotated as an int, but is a name
         for events in _disable_profiler_legacy():

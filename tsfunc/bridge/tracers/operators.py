@@ -398,16 +398,16 @@ def may_draw(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:
     if not op.random:
         return False
 
-    def given(position: int | None) -> Any:
+    def argument_at(position: int | None) -> Any:
         if position is None or position < len(args):
             return None if position is None else args[position]
         argument = op.signature.arguments[position]
         return kwargs.get(argument.name, argument.default)
 
-    probability = given(op.probability_argument)
+    probability = argument_at(op.probability_argument)
     if isinstance(probability, int | float) and probability == 0:
         return False
-    return given(op.training_argument) is not False
+    return argument_at(op.training_argument) is not False
 
 
 def needs_rule(op: TorchOperator, args: Args, kwargs: Kwargs) -> bool:

@@ -308,12 +308,12 @@ def _probe(like: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _replaced(value: Any, numbers: Any) -> Any:
+def _replace_values(value: Any, numbers: Any) -> Any:
     """Replace the tensors of an argument by probes, and its numbers by other numbers if given."""
     if isinstance(value, torch.Tensor):
         return _probe(value)
     if type(value) in _SEQUENCES:
-        return type(value)([_replaced(item, numbers) for item in value])
+        return type(value)([_replace_values(item, numbers) for item in value])
     if numbers is not None and type(value) in (int, float):
         return type(value)(next(numbers))
     return value
@@ -369,8 +369,8 @@ def find_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     form: Form | None = None
     try:
         for numbers in (None, itertools.count(1001)):
-            probes = [_replaced(arg, numbers) for arg in args]
-            named = {name: _replaced(arg, numbers) for name, arg in kwargs.items()}
+            probes = [_replace_values(arg, numbers) for arg in args]
+            named = {name: _replace_values(arg, numbers) for name, arg in kwargs.items()}
             overload, *dispatched = _dispatched_call(function, probes, named)
             op = operator_of(overload)
             if form is None:

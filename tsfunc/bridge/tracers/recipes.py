@@ -83,17 +83,19 @@ class _Recorder(TorchDispatchMode):
 
     Attributes:
         nested: True if values are tracers of outer levels.
-        given: the storages of the tensors among the arguments, without the first one if the rule
-            may write to it.
-        known: the identities of all tensors that a recorded call may take.
+        argument_memories: the storages of the tensors among the arguments, without the first one
+            if the rule may write to it.
+        recordable: the identities of all tensors that a recorded call may take.
     """
 
     def __init__(self, args: Sequence[Any], nested: bool, *, writable: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nested = nested
         self.steps: list[Step] = []
-        self.given = frozenset(map(_storage_of, tensors_in(args[1:] if writable else args)))
-        self.known = set(map(id, tensors_in(args)))
+        self.argument_memories = frozenset(
+            map(_storage_of, tensors_in(args[1:] if writable else args))
+        )
+        self.recordable = set(map(id, tensors_in(args)))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -109,15 +111,15 @@ class _Recorder(TorchDispatchMode):
         if op.writes and self.nested:
             raise _NotRecordable(op.name)
         kwargs = kwargs or {}
-        if not self.known.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
+        if not self.recordable.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
             raise _NotRecordable(op.name)
         written = tensors_in([args[i] for i in op.written if i < len(args)])
-        if not self.given.isdisjoint(map(_storage_of, written)):
+        if not self.argument_memories.isdisjoint(map(_storage_of, written)):
             raise _NotRecordable(op.name)  # the recording would write to the user's tensors
         out = func(*args, **kwargs)
         if not _has_tensors_only(out):
             raise _NotRecordable(op.name)
-        self.known.update(map(id, tensors_in(out)))
+        self.recordable.update(map(id, tensors_in(out)))
         schema = func._schema
         self.steps.append((op, schema.name, schema.overload_name, tuple(args), kwargs, out))
         return out
@@ -181,8 +183,8 @@ def record_recipes(
     for i, result in enumerate(results):
         bdim = out_dims if single or not isinstance(out_dims, list | tuple) else out_dims[i]
         parts = result if isinstance(result, list | tuple) else (result,)
-        each = bdim if isinstance(bdim, list | tuple) else [bdim] * len(parts)
-        recipes.append(list(zip(parts, each, strict=True)))
-    if not recorder.known.issuperset(map(id, tensors_in(results))):
+        part_bdims = bdim if isinstance(bdim, list | tuple) else [bdim] * len(parts)
+        recipes.append(list(zip(parts, part_bdims, strict=True)))
+    if not recorder.recordable.issuperset(map(id, tensors_in(results))):
         return None
     return recorder.steps, recipes

@@ -71,8 +71,8 @@ def replaced_states() -> list[ReplacedState]:
 
 def _state_by_name(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return parameters and buffers of a module by their names, without names that it lacks."""
-    found = {name: _tensor_of(module, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    tensors = {name: _tensor_of(module, name) for name in names}
+    return {name: value for name, value in tensors.items() if value is not None}
 
 
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:

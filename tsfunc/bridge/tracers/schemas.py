@@ -96,7 +96,7 @@ def aliases_of_results(overload: OpOverload) -> tuple[tuple[int | None, ...], bo
     memory = [_written_memory(argument) for argument in schema.arguments]
     written = [_written_memory(value) for value in schema.returns]
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return tuple(memory.index(each) if each else None for each in written), views
+    return tuple(memory.index(alias) if alias else None for alias in written), views
 
 
 def _written_memory(value: Any) -> frozenset[str] | None:

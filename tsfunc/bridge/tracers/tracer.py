@@ -468,13 +468,13 @@ def _dispatch_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any
         if state.recorder is None or method is metadata:
             out = method(func, types, args, kwargs)
         else:
-            out = _recorded(method, func, types, args, kwargs)
+            out = _run_recorded(method, func, types, args, kwargs)
         if out is not NotImplemented:
             return out
     return call_torch(func, types, args, kwargs)
 
 
-def _recorded(method: Method, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_recorded(method: Method, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a function rule of the stage METHOD for ``explain``."""
     level = innermost_level((*args, *kwargs.values()))
     if level is None:

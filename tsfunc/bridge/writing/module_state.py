@@ -136,8 +136,8 @@ def restore_state(level: TracerLevel) -> _StateWrite | None:
     """Restore the state of modules when the call of a level ends; return the first write to it."""
     left = [write for write in STATE_WRITES if write.level is level and write.is_current]
     STATE_WRITES[:] = [e for e in STATE_WRITES if e.level is not level and e.level.alive]
-    for each in reversed(left):
-        each.undo()
+    for entry in reversed(left):
+        entry.undo()
     return left[0] if left else None
 
 

@@ -133,8 +133,8 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
 
 def _live_tensors(generation: int | None) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
-    for each in range(len(gc.get_count())) if generation is None else (generation,):
-        tensors.extend(_chosen(each))
+    for index in range(len(gc.get_count())) if generation is None else (generation,):
+        tensors.extend(_chosen(index))
     return tensors
 
 

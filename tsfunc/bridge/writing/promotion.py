@@ -124,10 +124,10 @@ def _unheld_bases(tensors: Tensors) -> list[torch.Tensor]:
     Autograd views the gradient or the tangent of a base again by the offset of each view, which
     counts from the start of the base.
     """
-    found = [(id(base_of(x)), x.base_here()) for x in tensors if isinstance(x, Tracer)]
-    held = {identity for identity, base in found if base is None}
+    bases = [(id(base_of(x)), x.base_here()) for x in tensors if isinstance(x, Tracer)]
+    held = {identity for identity, base in bases if base is None}
     return [
-        base for identity, base in dict(found).items() if base is not None and identity not in held
+        base for identity, base in dict(bases).items() if base is not None and identity not in held
     ]
 
 

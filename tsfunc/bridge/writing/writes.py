@@ -142,7 +142,7 @@ def adopt(
     except CreatedOutside:
         raise InplaceRefused(_outside(name, subject, level, batched, words)) from None
     except NoCommonBase:
-        raise InplaceRefused(_scattered(name, subject, level)) from None
+        raise InplaceRefused(_scattered_message(name, subject, level)) from None
 
     def undo() -> None:
         demote(replaced)
@@ -214,7 +214,7 @@ Or have it left as it is: with {model}.eval(), or with a layer that keeps no suc
 """
 
 
-def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
+def _scattered_message(name: str, target: torch.Tensor, level: TracerLevel) -> str:
     return (
         f"{level.name}: {name} writes into {DescribedTensor(target)}, which is not batched and "
         f"shares memory with other views of a tensor that is gone. They can't all become batched: "
@@ -251,7 +251,7 @@ def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     prepare_write(func.__name__, values[:1], values)
 
 
-def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _prepare_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Prepare a random draw, with probabilities in the second argument."""
     values = (*args, *kwargs.values())
     level = innermost_level(values)
@@ -261,7 +261,7 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     _first(func, args, kwargs)
 
 
-def _out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _prepare_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Prepare a call that writes to ``out=``."""
     prepare_write(func.__name__, kwargs["out"], (*args, *kwargs.values()))
 
@@ -332,8 +332,8 @@ function_rules.add(
     Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_}),
     left_to_torch=_is_of_the_level,
 )  # fmt: skip
-function_rules.add(Stage.WRITE, _drawn, torch.Tensor.bernoulli_)
+function_rules.add(Stage.WRITE, _prepare_draw, torch.Tensor.bernoulli_)
 function_rules.add(Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm)
-function_rules.add(Stage.WRITE, _out, "out")
+function_rules.add(Stage.WRITE, _prepare_out, "out")
 function_rules.add(Stage.WRITE, _operator, OpOverload)
 function_rules.add(Stage.WRITE, _packet, OpOverloadPacket)

@@ -108,26 +108,26 @@ def by_trial(signature: OperatorSignature, evidence: Evidence) -> Verdict | None
     first = next(iter(evidence.ranks))
     free = evidence.every_rank(first) and evidence.together and not dim_arguments(signature)
     if evidence.broadcasts and evidence.elements in ("apart", ""):
-        return _tried(Category.TENSOR_ITERATOR, "every rank, and the arguments broadcast")
+        return _try(Category.TENSOR_ITERATOR, "every rank, and the arguments broadcast")
     if free and evidence.same and evidence.elements == "apart":
-        return _tried(Category.TENSOR_ITERATOR, "every rank, each element by itself")
+        return _try(Category.TENSOR_ITERATOR, "every rank, each element by itself")
     if free and evidence.same and evidence.elements in ("copied", "ignored"):
-        return _tried(Category.IDENTITY, f"every rank, the same size, values {evidence.elements}")
+        return _try(Category.IDENTITY, f"every rank, the same size, values {evidence.elements}")
     ranks = evidence.in_words().partition(";")[0]
     if dim_arguments(signature):
         names = ", ".join(dim_arguments(signature))
-        return _tried(Category.N_DIMENSIONAL, f"{ranks}; dims by {names}")
+        return _try(Category.N_DIMENSIONAL, f"{ranks}; dims by {names}")
     if any(len(taken) == 1 and taken != [0] for taken in evidence.ranks.values()):
-        return _tried(Category.FIXED, ranks)
+        return _try(Category.FIXED, ranks)
     lowest, highest = evidence.ranks[first][0], evidence.ranks[first][-1]
     if lowest and highest == 6:
-        return _tried(Category.BATCHED, ranks)
+        return _try(Category.BATCHED, ranks)
     if highest < 6:
-        return _tried(Category.FIXED, ranks)
+        return _try(Category.FIXED, ranks)
     return None
 
 
-def _tried(category: Category, words: str) -> Verdict:
+def _try(category: Category, words: str) -> Verdict:
     return Verdict(category, f"tried: {words}")
 
 

@@ -45,7 +45,7 @@ class _Table(Mapping[str, Line]):
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = {text.partition("\t")[0]: text for text in texts}
-        self._line = functools.cache(lambda name: _parsed(self._texts[name]))
+        self._line = functools.cache(lambda name: _parse(self._texts[name]))
 
     def __getitem__(self, name: str) -> Line:
         return self._line(name)
@@ -63,7 +63,7 @@ def read_table() -> Mapping[str, Line]:
     return _Table(PATH.read_text("utf-8").splitlines()[1:])
 
 
-def _parsed(text: str) -> Line:
+def _parse(text: str) -> Line:
     name, category, result, carriers, dims, mutates, aliases, marks, tried, source = text.split(
         "\t"
     )
@@ -116,7 +116,7 @@ class Classifier:
     def _line(self, signature: OperatorSignature) -> Line:
         evidence = self.evidence.get(signature.name, Evidence())
         decided = verdict(signature, self.decisions, self.overloads, self._category, evidence)
-        target = self._followed(decided)
+        target = self._follow(decided)
         facts = facts_of(
             signature,
             decided.category,
@@ -130,7 +130,7 @@ class Classifier:
         line = self.line(name)
         return line.category if line is not None else None
 
-    def _followed(self, decided: Verdict) -> Line | None:
+    def _follow(self, decided: Verdict) -> Line | None:
         if not decided.source.startswith(_FOLLOWS):
             return None
         return self.line(decided.source.removeprefix(_FOLLOWS))

@@ -160,7 +160,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
     with rare_garbage_collection():
         if instances is not None:
             return _capture(_Trace(request, instances))
-        return _settled(request, request.name, _capture)
+        return _finish_valid_trace(request, request.name, _capture)
 
 
 def _capture(trace: _Trace) -> Program:
@@ -194,10 +194,10 @@ def abstract_eval(request: TraceRequest) -> Any:
         finally:
             trace.symbols.end()
 
-    return _settled(request, request.label, fakes)
+    return _finish_valid_trace(request, request.label, fakes)
 
 
-def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
+def _finish_valid_trace(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
     """Return a result of a trace whose assumptions hold."""
 
     def result(assumptions: Assumptions) -> T:
@@ -410,7 +410,7 @@ class _Trace:
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(update, owner=first + update.owner) for update in updates.updates)
-        program = self._finished(out_tree, assigned)
+        program = self._build_program(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.named_dims, request.numbers))
         self._guard_numbers([condition for condition in conditions if condition.of_closure])
         conditions = [condition for condition in conditions if not condition.of_closure]
@@ -461,7 +461,7 @@ class _Trace:
             and len(paths[spec.position]) == 2
         }
 
-    def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
+    def _build_program(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.

@@ -458,7 +458,7 @@ class LibraryReads:
             self._warn(f"{type(value).__name__}.{path[0]}", line)
         if is_library(above):
             self.guard_member(value, path)
-            self.instances.generators.mentioned(last, line)
+            self.instances.generators.note_mention(last, line)
             if is_torch_setting_getter(last):
                 self._guard_result(last)
             if is_nondeterministic(above, path[-1] if path else None, last, bare):

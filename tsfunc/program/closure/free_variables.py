@@ -77,7 +77,7 @@ class FreeVariables:
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], Variable] = {}
         self._looks_at_registered = False
-        self._libraries = LibraryReads(instances, self._registered)
+        self._libraries = LibraryReads(instances, self._guard_registrations)
         self._counters: list[tuple[Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
@@ -103,7 +103,7 @@ class FreeVariables:
             if isinstance(code, types.FunctionType):
                 self._function(code)
             elif isinstance(code, type):
-                self._registered(code)
+                self._guard_registrations(code)
                 self._class(code)
                 self._class(type(code))
             elif isinstance(code, types.ModuleType):
@@ -143,7 +143,7 @@ class FreeVariables:
         if callable(inner):
             self.scan(inner)
         if is_installed(func):
-            self._wrapped(func)
+            self._scan_wrapped(func)
             return
         self.guards.add(SameObject(Source.of_object(func).attribute("__code__"), func.__code__))
         self._defaults(func)
@@ -175,7 +175,7 @@ class FreeVariables:
             for visit in self._waiting.pop(name, ()):
                 visit()
 
-    def _wrapped(self, func: types.FunctionType) -> None:
+    def _scan_wrapped(self, func: types.FunctionType) -> None:
         """Scan the functions that a library's function closes over (one that ``vmap`` returns)."""
         for cell in func.__closure__ or ():
             inner = Variable(cell, None, "", "").before
@@ -223,7 +223,7 @@ class FreeVariables:
 
     def _find(self, owner: Any, name: str, text: str) -> None:
         """Guard a variable that the code may read, judged by its name."""
-        self._read(self._variable(owner, name, text, ""))
+        self._guard_variable(self._variable(owner, name, text, ""))
 
     def _when_name_occurs(self, name: str, visit: Callable[[], None]) -> None:
         """Call ``visit`` now if the name occurs in the function's code, else when it does."""
@@ -232,7 +232,7 @@ class FreeVariables:
         else:
             self._waiting.setdefault(name, []).append(visit)
 
-    def _registered(self, cls: type) -> None:
+    def _guard_registrations(self, cls: type) -> None:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
@@ -273,7 +273,7 @@ class FreeVariables:
             if writes and attribute is None:
                 variable.is_written = True
                 return
-            self._read(variable)
+            self._guard_variable(variable)
             self._libraries.visit(owner, name, variable.before, attributes[i:], line, access.bare)
             owner, name = variable.before, attribute
             if name is None:
@@ -357,7 +357,7 @@ class FreeVariables:
             if variable.is_written and variable.read() is variable.before:
                 self._guard(variable)
 
-    def _read(self, variable: Variable) -> None:
+    def _guard_variable(self, variable: Variable) -> None:
         """Guard the value of a variable that the function reads."""
         value = variable.before
         if variable.line and value is not MISSING and not isinstance(value, CODE):

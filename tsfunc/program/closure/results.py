@@ -160,12 +160,12 @@ class UpdateValues:
     """The values of a program's updates, and the tensors among them.
 
     Args:
-        known: returns the stand-in for an object from outside, or None for another object.
+        stand_in_of: returns the stand-in for an object from outside, or None for another object.
     """
 
-    def __init__(self, known: Callable[[Any], Any]) -> None:
+    def __init__(self, stand_in_of: Callable[[Any], Any]) -> None:
         self.tensors: list[Any] = []
-        self._known = known
+        self._stand_in_of = stand_in_of
 
     def stored_form(self, value: Any) -> Any:
         """Return a value in the form that an update stores.
@@ -190,7 +190,7 @@ class UpdateValues:
             return defaultdict(value.default_factory, items)
         if cls in (set, frozenset) and all(map(_is_plain_value, value)):
             return copy.copy(value)
-        again = value if isinstance(value, _SHARED) else self._known(value)
+        again = value if isinstance(value, _SHARED) else self._stand_in_of(value)
         if again is not None:
             return again
         raise UnrepeatableValue(f"a {cls.__name__} that the function has made")
@@ -257,7 +257,7 @@ class Updates(NamedTuple):
 # --- the results of a traced function, which its program makes at every call
 
 
-Known = Callable[[Any], Any]
+StandInOf = Callable[[Any], Any]
 
 
 class ConstructedObject:
@@ -281,7 +281,7 @@ def _container_parts(constructed: ConstructedObject) -> tuple[Sequence[Any], Any
     return constructed.children, (constructed.kind, constructed.keys, constructed.names)
 
 
-def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Sequence[Any]) -> Any:
+def _build(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Sequence[Any]) -> Any:
     """Make the object with the given children."""
     kind, keys, names = shape
     items, attributes = children[: len(keys)], children[len(keys) :]
@@ -316,11 +316,11 @@ def _base_of(kind: type) -> Any:
 
 
 optree.register_pytree_node(
-    ConstructedObject, _container_parts, _built, namespace=pytrees.NAMESPACE
+    ConstructedObject, _container_parts, _build, namespace=pytrees.NAMESPACE
 )
 
 
-def with_placeholders(label: str, out: Any, placeholder_of: Known) -> Any:
+def with_placeholders(label: str, out: Any, placeholder_of: StandInOf) -> Any:
     """Return the results of a function with stand-ins in place of objects.
 
     Args:
@@ -334,9 +334,9 @@ def with_placeholders(label: str, out: Any, placeholder_of: Known) -> Any:
 
 
 class _Results:
-    def __init__(self, label: str, known: Known) -> None:
+    def __init__(self, label: str, stand_in_of: StandInOf) -> None:
         self.label = label
-        self.known = known
+        self.stand_in_of = stand_in_of
         self._above: list[int] = []  # the ids of the objects that contain the value
 
     def replace_objects(self, value: Any) -> Any:
@@ -349,10 +349,10 @@ class _Results:
 
     def _is_from_outside(self, value: Any) -> bool:
         """True if a list or dict from outside is a result itself."""
-        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), InputRef)
+        return isinstance(value, _CHANGEABLE) and isinstance(self.stand_in_of(value), InputRef)
 
     def _leaf(self, value: Any) -> Any:
-        outside = self.known(value)
+        outside = self.stand_in_of(value)
         if outside is not None:
             return outside
         kind = type(value)

@@ -49,7 +49,7 @@ class TracedGenerators:
             if hasattr(bits, "state"):
                 self._watch(text, value, (lambda: bits.state, lambda s: setattr(bits, "state", s)))
 
-    def mentioned(self, value: Any, line: str) -> None:
+    def note_mention(self, value: Any, line: str) -> None:
         """Record that some code refers to a function or module of random numbers at a line."""
         owner = getattr(value, "__self__", value)
         module = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
@@ -88,12 +88,12 @@ class TracedGenerators:
             TypeCheckError: the function has made the generator.
         """
         defaults = torch.default_generator, *torch.cuda.default_generators
-        known = {
+        generators = {
             address_of_generator(each)
             for each in (*defaults, *self._known) if isinstance(each, torch.Generator)
         }  # fmt: skip
         for generator, line in self.draws:
-            if address_of_generator(generator) not in known:
+            if address_of_generator(generator) not in generators:
                 raise TypeCheckError(
                     f"{self._label}: the function draws from a torch.Generator that it makes, at "
                     f"{line}, and a program would go on with its numbers at the next call. Make "

@@ -262,7 +262,7 @@ class CalleeReader:
     def finish(self) -> None:
         """Read the parts of all functions."""
         for stored, callee in zip(self._fields, self._made, strict=True):
-            self._read(stored, callee)
+            self._set_attributes(stored, callee)
         depths: dict[TracedCallee, int] = {}
         for stored, callee in zip(self._fields, self._made, strict=True):
             if _depth(callee, depths) > _DEEPEST:
@@ -274,7 +274,7 @@ class CalleeReader:
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
                 stored.fail(f"no code can be made of it: {error}")
 
-    def _read(self, field: Field, callee: TracedCallee) -> None:
+    def _set_attributes(self, field: Field, callee: TracedCallee) -> None:
         """Set the attributes of a function from its JSON."""
         callee.count = field.at("count").integer(0, callee.most_counted)
         callee.once_differentiable = field.at("once_differentiable").flag()

@@ -176,7 +176,7 @@ class Compiled:
             call = _with_last(call, [values[i] for i in self._ints.values()])
         try:
             if not self._separate:
-                once = functools.partial(self._uncompiled, values)
+                once = functools.partial(self._run_uncompiled, values)
                 again: Callable[..., Any] = once if self._repeatable else self._refuse
                 results = call_differentiably(call, again, tensors)
                 return self._results(results, numbers, values)
@@ -212,7 +212,7 @@ class Compiled:
             f"derivative is {how}. Leave the backend out, and the program runs as Python."
         )
 
-    def _uncompiled(self, values: Sequence[Any], *tensors: torch.Tensor) -> Sequence[Any]:
+    def _run_uncompiled(self, values: Sequence[Any], *tensors: torch.Tensor) -> Sequence[Any]:
         """Run the graph as it was traced, on the tensors of a call of the compiled module."""
         module, indices = self._traced
         left = iter(tensors)

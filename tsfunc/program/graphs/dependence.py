@@ -104,7 +104,7 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
         elif node.target is operator.getitem:
             patterns[node] = patterns[node.args[0]][node.args[1]]
         else:
-            patterns[node] = _called(node, patterns)
+            patterns[node] = _call(node, patterns)
     raise AssertionError("a graph without an output")
 
 
@@ -131,7 +131,7 @@ def _writes(node: torch.fx.Node) -> bool:
     return op is not None and bool(op.written)
 
 
-def _called(node: torch.fx.Node, patterns: Mapping[torch.fx.Node, Any]) -> Any:
+def _call(node: torch.fx.Node, patterns: Mapping[torch.fx.Node, Any]) -> Any:
     leaves, tree = pytrees.flatten((node.args, node.kwargs))
     values = [
         patterns[x] if isinstance(x, torch.fx.Node) else _Value(x, None, False) for x in leaves
@@ -180,7 +180,7 @@ class _OperatorCall:
             parts.append(
                 _all(out.numel(), pattern[1].unique())
                 if local is None
-                else _joined(local, pattern, self.values[i].value.numel())
+                else _join(local, pattern, self.values[i].value.numel())
             )
         return torch.cat(parts, 1).unique(dim=1)
 
@@ -307,7 +307,7 @@ def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:
     return torch.cartesian_prod(torch.arange(rows), columns).T.reshape(2, -1)
 
 
-def _joined(local: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
+def _join(local: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
     """Return the pairs of a result's and the input's entries, via ``size`` entries in between."""
     pattern = pattern[:, pattern[0].argsort(stable=True)]
     counts = torch.bincount(pattern[0], minlength=size)

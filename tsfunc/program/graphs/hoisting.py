@@ -90,7 +90,7 @@ class Hoisted:
         self._lock = threading.Lock()
         self._runs: dict[ProgramData, Run] = {}
         self._stored: _Stored | None = None
-        self._parts = _divided(program, fixed, count)
+        self._parts = _divide(program, fixed, count)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         if self._parts is not None:
@@ -133,7 +133,7 @@ def _is_valid(stored: _Stored, tensors: Sequence[torch.Tensor], counts: Sequence
     return counts == stored.counts and all(map(operator.is_, tensors, stored.tensors))
 
 
-def _divided(
+def _divide(
     program: ProgramData, fixed: Collection[int], count: int
 ) -> tuple[ProgramData, ProgramData, Sequence[int]] | None:
     """Return the two parts of a program, and the indices of the values that the first part reads.
