@@ -38,7 +38,7 @@ class Hook(Generic[F]):
 
 unknown_class: Final[Hook[Callable[[type], bool]]] = Hook()
 """Called by ``pytrees`` for a class that is not a container. A function returns True if it has made
-the class one. Added by ``bridge/tracers/containers.py``."""
+the class one. Added by ``bridge/tracers/torch_pytrees.py``."""
 
 describe_arguments: Final[Hook[Callable[..., str]]] = Hook()
 """Called by ``user_code`` with pairs of names and arguments. The function returns the text of the

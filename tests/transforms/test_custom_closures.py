@@ -25,7 +25,7 @@ from tsfunc import (
     vjp,
     vmap,
 )
-from tsfunc.transforms.consts import consts_of
+from tsfunc.transforms.closure_convert import consts_of
 from tsfunc.transforms.custom_derivatives import closure_convert, custom_gradient
 
 X = torch.linspace(-1, 2, 4, dtype=torch.float64)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tsfunc.transforms import memory_budget
-from tsfunc.transforms.memory_budget import _free_on_host, default_budget, free_bytes
+from tsfunc.transforms import chunk_sizes
+from tsfunc.transforms.chunk_sizes import _free_on_host, default_budget, free_bytes
 
 GIB = 2**30
 
@@ -89,7 +89,7 @@ def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_budget_is_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_bytes(torch.device("cpu")) > 0
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 1001)
+    monkeypatch.setattr(chunk_sizes, "free_bytes", lambda device: 1001)
     assert default_budget(torch.device("cpu")) == 500
 
 

@@ -31,10 +31,9 @@ from tsfunc.bridge.batch import (
 from tsfunc.bridge.grad import (
     checkpoints,
     custom_function,
-    lazy_conjugates,
+    lazy_tensors,
     saved_tensors,
     second_order,
-    zero_tangents,
 )
 from tsfunc.bridge.sizes import kernel_sizes
 from tsfunc.bridge.trace import (
@@ -49,11 +48,11 @@ from tsfunc.bridge.tracers import (
     attributes,
     backward,
     checks,
-    compressed,
-    containers,
+    compressed_tracers,
     grad_level,
     methods,
     python_functions,
+    torch_pytrees,
     tracer_members,
 )
 from tsfunc.bridge.tracers.function_registry import registry
@@ -61,7 +60,7 @@ from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_vi
 
 # The modules that declare function rules.
 _RULES = (
-    attributes, backward, batching_functions, checks, composites, compressed, data_methods,
+    attributes, backward, batching_functions, checks, composites, compressed_tracers, data_methods,
     foreach, tracer_indices, kernel_sizes, masks, methods, packed_sequences, recurrent_layers,
     reshaped_views,
     reshaping, selection_items, selection_rows, selection_sums, strided_views,
@@ -73,8 +72,7 @@ _MEMBERS = (attributes, class_members, methods)
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)
 # The modules that declare what the first transform or level of a process prepares.
 _PREPARATIONS = (
-    checkpoints, checks, custom_function, lazy_conjugates, outside, saved_tensors, second_order,
-    zero_tangents,
+    checkpoints, checks, custom_function, lazy_tensors, outside, saved_tensors, second_order,
 )  # fmt: skip
 
 
@@ -87,6 +85,6 @@ def _reader() -> Any:
 
 
 registry.load([module.function_rules for module in _RULES])
-hooks.unknown_class.add(containers.register_container)
+hooks.unknown_class.add(torch_pytrees.register_container)
 python_functions.replace_handle_torch_function()
 tracer_members.install()

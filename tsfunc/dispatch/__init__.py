@@ -9,7 +9,7 @@ The public names are in ``__all__``. The modules of the package are private.
 
 from __future__ import annotations
 
-from tsfunc.dispatch.explain import Explanation, Step, explain
+from tsfunc.dispatch.explanation import Explanation, Step, explain
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet
 from tsfunc.dispatch.state import (
     Level,

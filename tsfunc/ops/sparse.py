@@ -402,7 +402,7 @@ def stored_count(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     """Return the largest number of elements that an example stores.
 
     Only C++ code calls this rule, to check for zero elements. The count that the user sees is
-    computed in ``bridge/tracers/compressed.py``.
+    computed in ``bridge/tracers/compressed_tracers.py``.
     """
     x = args[0]
     if is_compressed(x):

@@ -14,9 +14,14 @@ from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import NoGeneratorStates, generator_states_for
 from tsfunc.ops.compressed import is_compressed
 from tsfunc.ops.splitting import take_examples
-from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
+from tsfunc.transforms.chunk_sizes import (
+    ChunkSizes,
+    FixedSize,
+    MeasuredSize,
+    MemoryModel,
+    default_budget,
+)
 from tsfunc.transforms.joined import Joined
-from tsfunc.transforms.memory_budget import default_budget
 from tsfunc.transforms.vmap_spec import Spec
 
 # Runs the function at a level for some of the examples, on the inputs of these examples.

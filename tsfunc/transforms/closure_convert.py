@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc._text import count_text
+from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.tracers.boundaries import boundary, check_function
-from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.substitution import substitute_tensors
-from tsfunc.transforms.consts import consts_of
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level, substitute_tensors
+from tsfunc.bridge.tracers.reachable import Reachable
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.user_code import folding, name_of
 
 
@@ -69,3 +70,18 @@ def closure_convert(
             return func(*inputs)
 
     return converted, closed
+
+
+def consts_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tracers, and tensors with gradients or tangents, that code reads of objects.
+
+    Each tensor is returned once: NOTE [reachable tensors] in ``bridge/tracers/reachable``. They are
+    the hidden operands of a call: NOTE [hidden operands] in ``bridge/tracers/level_proxies``.
+    """
+    reachable = Reachable(values, only_named=True)
+    tensors = [*reachable.tensors, *(entry.tensor for entry in reachable.entries)]
+    return [
+        tensor
+        for tensor in {id(tensor): tensor for tensor in tensors}.values()
+        if isinstance(tensor, Tracer) or is_perturbed(as_seen_by_current_level(tensor))
+    ]

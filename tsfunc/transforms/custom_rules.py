@@ -2,7 +2,7 @@
 
 A call is an ``autograd.Function`` of its operands: the tensors among the differentiated arguments,
 the tensors among the other arguments, and the tensors that the rules close over
-(NOTE [hidden operands] in ``bridge/tracers/substitution``). A rule defines no derivative by the
+(NOTE [hidden operands] in ``bridge/tracers/level_proxies``). A rule defines no derivative by the
 last two kinds. A derivative by them is an error if the result depends on them, which is known when
 the function has run.
 """
@@ -34,12 +34,11 @@ from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.tracers.boundaries import check_function
 from tsfunc.bridge.tracers.interrupts import resets
-from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level, substitute_tensors
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.dispatch.state import overriding
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
-from tsfunc.transforms.consts import consts_of
+from tsfunc.transforms.closure_convert import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
 from tsfunc.user_code import function_text, name_of
 

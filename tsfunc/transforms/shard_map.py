@@ -30,12 +30,11 @@ from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level, substitute_tensors
 from tsfunc.bridge.tracers.registrations import watching_random
-from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
-from tsfunc.transforms.consts import consts_of
+from tsfunc.transforms.closure_convert import consts_of
 from tsfunc.transforms.control.call_forms import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.out_dims import result_of

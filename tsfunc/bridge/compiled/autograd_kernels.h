@@ -83,7 +83,7 @@ class ConditionalKernel : public c10::OperatorKernel {
   Condition condition_;
 };
 
-// lazy_conjugates.py: autograd sees the copy of a lazy conjugate that C++ makes below it.
+// lazy_tensors.py: autograd sees the copy of a lazy conjugate that C++ makes below it.
 void copy_conjugate(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const at::Tensor& x = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
   if ((x.is_conj() || x.is_neg()) && below_autograd()) {

@@ -54,7 +54,7 @@ def apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     """Call ``cls.apply`` with arguments that are already as the current level sees them.
 
     A level applies a class to the values inside of its tracers. Such a value may be a tensor that
-    the running code sees replaced by its tracer (``substitution``), and must stay as it is.
+    the running code sees replaced by its tracer (``level_proxies``), and must stay as it is.
     """
     if _functorch.maybe_current_level() is not None:
         return cls.apply(*args)

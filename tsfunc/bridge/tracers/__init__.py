@@ -6,10 +6,10 @@ Tracers and levels
     - ``grad_level``: those that only wrap a value, so that autograd records on them separately
     - ``current_level``, ``nesting``, ``tracer_stack``: the innermost level, the values inside of
       a tracer, and the tracers around a value
-    - ``level_proxies``, ``substitution``: tensors as the running code must see them
+    - ``level_proxies``: tensors as the running code must see them
     - ``attributes``, ``methods``, ``texts``: attributes, copies and storages, and text of a
       tracer
-    - ``compressed``: tracers of sparse values
+    - ``compressed_tracers``: tracers of sparse values
 The path of a call to its rule
     - ``batch_handlers``: the handlers of batched tensors
     - ``call_plans``: what is decided once for a kind of call
@@ -32,7 +32,7 @@ Errors and questions of the user's code
 torch's state
     - ``torch_state``: the thread's state that a level captures
     - ``torch_settings``: the settings that a program depends on
-    - ``functorch``, ``dynamo``, ``dtensors``, ``containers``: torch.func, torch.compile,
+    - ``functorch``, ``dynamo``, ``dtensors``, ``torch_pytrees``: torch.func, torch.compile,
       DTensors, torch's pytrees
 Random numbers
     - ``draw_keys``: keys and counts of draws by example

@@ -1,19 +1,30 @@
-"""Levels that stand for other levels, and tensors as the running code must see them."""
+"""Tensors as the running code must see them: levels that stand for others, and substitutions.
+
+NOTE [hidden operands]
+An ``autograd.Function`` calls the user's rule: at levels outside of the rule's own level, in
+programs, and perhaps after that level has ended. The tensors that the rule closes over must come
+along: they are operands of the call besides its arguments, and the code sees their replacements.
+The references in the closure itself do not change, so the arguments of each torch call and of each
+transform are searched for these tensors.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MemberDescriptorType
 from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.tracers.interrupts import resets
+from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.tracer import sync
 from tsfunc.dispatch import Level
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import overriding, tls
 
 
 class LevelProxy:
@@ -42,7 +53,7 @@ def _copied_slots(proxy_class: type, other: type) -> tuple[str, ...]:
 
 
 class _Substitutions(threading.local):
-    """The replacements of tensors for the code on this thread: ``substitution``."""
+    """The replacements of tensors for the code on this thread: NOTE [hidden operands]."""
 
     def __init__(self) -> None:
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -52,7 +63,7 @@ class _Substitutions(threading.local):
         return value if replacement is None else replacement[1]
 
 
-substitutions: Final = resets(_Substitutions())
+_substitutions: Final = resets(_Substitutions())
 
 
 def as_seen_by_current_level(value: Any) -> Any:
@@ -61,8 +72,8 @@ def as_seen_by_current_level(value: Any) -> Any:
     Outer levels come first, because an inner level must wrap the result of the outer ones.
     """
     if isinstance(value, torch.Tensor):
-        if substitutions.values:
-            value = substitutions.of(value)
+        if _substitutions.values:
+            value = _substitutions.of(value)
         sync(value)
         for level in tls.state.levels:
             if isinstance(level, LevelProxy):
@@ -75,3 +86,31 @@ def all_as_seen_by_current_level(values: list[Any]) -> list[Any]:
     if not any(isinstance(level, LevelProxy) for level in tls.state.levels):
         return values
     return [as_seen_by_current_level(value) for value in values]
+
+
+@contextmanager
+def substitute_tensors(
+    originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Replace the tensors that a block's code closes over by these values."""
+    replaced = {
+        id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value
+    }
+    if not replaced:
+        yield
+        return
+    with overriding(_substitutions, values={**_substitutions.values, **replaced}), _Substitution():
+        yield
+
+
+class _Substitution(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if tls.state.running is not None:
+            return func(*args, **kwargs)
+        args = tuple([map_items(_substitute, arg) for arg in args])
+        return func(*args, **{name: map_items(_substitute, arg) for name, arg in kwargs.items()})
+
+
+def _substitute(value: Any) -> Any:
+    return _substitutions.of(value) if isinstance(value, torch.Tensor) else value

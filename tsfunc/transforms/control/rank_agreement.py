@@ -31,8 +31,8 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import nested_tracers
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.abstract_eval import abstract_results
+from tsfunc.transforms.closure_convert import consts_of
 from tsfunc.transforms.collectives import pmax, pmin, psum
-from tsfunc.transforms.consts import consts_of
 
 Branch = Callable[..., Any]
 
