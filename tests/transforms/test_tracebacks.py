@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -119,6 +120,49 @@ def test_a_note_names_the_rule_that_ran() -> None:
     assert first == "raised in vmap(grad(wrong)), where wrong had x: float32[3], w: float32[3, 2]"
     assert second == "for each example, matmul was called on float32[3], float32[2, 3]"
     assert last.endswith("tsfunc.config.traceback = 'full' shows them.")
+
+
+@dataclasses.dataclass
+class Batch:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+PARAMS = {"bias": torch.zeros(2), "weight": W}
+CIRCULAR: list[Any] = []
+CIRCULAR.append(CIRCULAR)
+# Calls of a function that fails, and the tensors that the note describes.
+DESCRIBED: dict[str, tuple[Function, str]] = {
+    "dict": (
+        lambda: vmap(grad(lambda p, x: p["w"] @ x), (None, 0))(PARAMS, X),
+        "had p['bias']: float32[2], p['weight']: float32[3, 2], x: float32[3]",
+    ),
+    "dict in a program": (
+        lambda: specialize(lambda p, x: p["w"] @ x)(PARAMS, X),
+        "had p['bias']: float32[2], p['weight']: float32[3, 2], x: float32[5, 3]",
+    ),
+    "dataclass": (
+        lambda: vmap(lambda b: b.labels)(Batch(X, X[:, 0])),
+        "had b.inputs: float32[3], b.targets: float32[]",
+    ),
+    "nested": (
+        lambda: vmap(lambda xs: xs[0]["y"])([{"x": X}, (X, X)]),
+        "had xs[0]['x']: float32[3], xs[1][0]: float32[3], xs[1][1]: float32[3]",
+    ),
+    "list that contains itself": (lambda: vmap(lambda x, k=CIRCULAR: x[9])(X), "had x: float32[3]"),
+    "many": (
+        lambda: grad(lambda ws, x: ws[5].sum())([W] * 5, X),
+        ", ws[3]: float32[3, 2] and 1 more in ws, x: float32[5, 3]",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_note_describes_tensors_in_containers(name: str) -> None:
+    call, text = DESCRIBED[name]
+    (note,) = vars(raised(call))["__notes__"]
+    assert note.splitlines()[0].endswith(text)
 
 
 # Calls that torch refuses, in C++ and in Python, as functions, methods and operators of Python.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -34,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # --- the public calls
 
 _NO_FUNCTION: Final = object()  # None is a value that a user can pass
+_MOST_TENSORS: Final = 4  # of one argument in the note of an error
 
 
 def check_function(name: str, func: Any) -> None:
@@ -92,10 +93,29 @@ def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 @hooks.describe_arguments.add
 def _tensor_texts(arguments: Iterable[tuple[str, Any]]) -> str:
-    """Return the tensors among the arguments of a function, by name, as text."""
+    """Return the tensors in the arguments of a function, by the user's spelling, as text."""
+    texts: list[str] = []
+    for name, argument in arguments:
+        tensors = list(_tensors_in(name, argument))
+        texts += [f"{at}: {_tensor_text(x)}" for at, x in tensors[:_MOST_TENSORS]]
+        if len(tensors) > _MOST_TENSORS:
+            texts[-1] += f" and {len(tensors) - _MOST_TENSORS} more in {name}"
+    return ", ".join(texts)
+
+
+def _tensors_in(name: str, argument: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors in an argument, each with its spelling: ``params['w']``."""
     # isinstance would fail for a stand-in of a value of type Any.
-    tensors = ((name, x) for name, x in arguments if issubclass(type(x), torch.Tensor))
-    return ", ".join(f"{name}: {_tensor_text(x)}" for name, x in tensors)
+    if issubclass(type(argument), torch.Tensor):
+        yield name, argument
+        return
+    try:
+        leaves, structure = pytrees.flatten(argument)
+    except Exception:  # the note must not replace the error: a list can contain itself
+        return
+    for accessor, leaf in zip(structure.accessors(), leaves, strict=True):
+        if issubclass(type(leaf), torch.Tensor):
+            yield accessor.codify(name), leaf
 
 
 def _tensor_text(value: torch.Tensor) -> str:
