@@ -71,6 +71,42 @@ def test_transforms_keep_the_parameters_of_the_function() -> None:
         tsfunc.jacobian_sparsity(loss)(params, 3)  # type: ignore[arg-type]
         tsfunc.vmap(tsfunc.value_and_grad(loss))(params, 3)  # type: ignore[arg-type]
         tsfunc.shard_map(loss, tsfunc.VirtualMesh(i=1), None, None)(params, 3)  # type: ignore[arg-type]
+        tsfunc.custom_gradient(with_pullback)(3)  # type: ignore[arg-type]
+
+
+def with_pullback(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    return x**2, lambda ct: ct * x
+
+
+def test_pullbacks_and_pushforwards_keep_types() -> None:
+    params = {"w": X[0]}
+    out, pullback = tsfunc.vjp(loss, params, X[0])
+    assert_type(out, Tensor)
+    assert_type(pullback(torch.ones_like(out), retain_graph=False), tuple[Any, ...])
+    out, pushforward = tsfunc.linearize(loss, params, X[0])
+    assert_type(pushforward(params, X[0]), Tensor)
+    transposed = tsfunc.linear_transpose(torch.neg, X)
+    assert transposed(X)[0].equal(-X)
+    assert_type(tsfunc.custom_gradient(with_pullback)(X), Tensor)
+
+    def pair(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x.sin(), {"cos": x.cos()}
+
+    pullback_of_pair = tsfunc.vjp(pair, X)[1]
+    assert pullback_of_pair((X, {"cos": X}))[0].shape == X.shape
+    sine, pullback_with_aux, aux = tsfunc.vjp(pair, X, has_aux=True)
+    assert_type(aux, dict[str, Tensor])
+    assert pullback_with_aux(sine)[0].shape == X.shape
+    pushforward_with_aux = tsfunc.linearize(pair, X, has_aux=True)[1]
+    assert_type(pushforward_with_aux(X), Tensor)
+    if TYPE_CHECKING:
+        pullback("x")  # type: ignore[arg-type]
+        pullback(out, retain_graph="x")  # type: ignore[arg-type]
+        pullback_of_pair(X)  # type: ignore[arg-type]
+        pullback_with_aux((X, {}))  # type: ignore[arg-type]
+        pushforward(params, 3)  # type: ignore[arg-type]
+        pushforward_with_aux(3)  # type: ignore[arg-type]
+        transposed("x")  # type: ignore[arg-type]
 
 
 def test_decorators_keep_the_parameters_of_the_function() -> None:

@@ -118,12 +118,12 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "expected f(*primals) to return only tensors, got unsupported type <class 'int'>",
     ),
     (
-        lambda: tsfunc.linearize(torch.sin, X)[1]((Y, Y)),
+        lambda: tsfunc.linearize(torch.sin, X)[1]((Y, Y)),  # type: ignore[arg-type]
         RuntimeError,
         "jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals",
     ),
     (
-        lambda: tsfunc.linearize(torch.sin, X)[1](1.0),
+        lambda: tsfunc.linearize(torch.sin, X)[1](1.0),  # type: ignore[arg-type]
         RuntimeError,
         "jvp_fn(*tangents): Expected Tensors, got <class 'float'>",
     ),

@@ -327,13 +327,13 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "vjp(f, *primals): output of function f should be a tuple: (output, aux) if has_aux is ",
     ),
     (
-        lambda: tsfunc.vjp(lambda x: (x, x), W)[1]([W, W]),
+        lambda: tsfunc.vjp(lambda x: (x, x), W)[1]([W, W]),  # type: ignore[arg-type]
         RuntimeError,
         "vjp_fn(cotangents): Expected pytree structure of cotangents to be the same as pytree "
         "structure of outputs to the function. cotangents:",
     ),
     (
-        lambda: tsfunc.vjp(torch.sin, W)[1](1.0),
+        lambda: tsfunc.vjp(torch.sin, W)[1](1.0),  # type: ignore[arg-type]
         RuntimeError,
         "vjp_fn(cotangents): Expected Tensors, got <class 'float'>",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -26,8 +26,11 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
-from tsfunc.transforms.transformed import named_as
+from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.user_code import folded_class
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 
 @folded_class
@@ -263,7 +266,9 @@ def _leaves_like(rule: Rule[Any], number: int, arg: Any, cotangent: Any) -> list
 custom_vjp.kind = _Vjp
 
 
-def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
+def custom_gradient(
+    func: Callable[_Params, tuple[_Result, Any]],
+) -> Transformed[_Params, _Result]:
     """Return a function whose derivative is the pullback that the function returns.
 
     Args:
@@ -291,8 +296,10 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
     ``func`` again to get the pullback. Higher derivatives are derivatives of the pullback.
     """
 
+    call: Callable[..., Any] = func
+
     def pair(*args: Any) -> tuple[Any, Any]:
-        returned = func(*args)
+        returned = call(*args)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise CustomRuleError(
                 f"custom_gradient: {name}: expected a pair, its result and a function of the "
@@ -312,7 +319,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
             return (cts_in,)
         return cts_in
 
-    function = custom_vjp(named_as(func)(value))
+    function: Any = custom_vjp(named_as(func)(value))
     name = function.name
     try:
         function.signature = inspect.signature(func)

@@ -78,7 +78,9 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
 
 @outside_dynamo
 @folding("linear_transpose")
-def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
+def linear_transpose(
+    func: Callable[..., _Tree], *primals: Any
+) -> Callable[[_Tree], tuple[Any, ...]]:
     """Return the transpose of a linear function.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -23,6 +23,11 @@ from tsfunc.transforms.argnums import (
 )
 from tsfunc.transforms.reverse import run_recorded, vjp
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    _Primals = TypeVarTuple("_Primals")
+
 API = "linearize(f, *primals)"
 _Result = TypeVar("_Result")
 _Aux = TypeVar("_Aux")
@@ -30,15 +35,27 @@ _Aux = TypeVar("_Aux")
 
 @overload
 def linearize(
+    func: Callable[[Unpack[_Primals]], _Result],
+    *primals: Unpack[_Primals],
+    has_aux: Literal[False] = False,
+) -> tuple[_Result, Callable[[Unpack[_Primals]], _Result]]: ...
+@overload
+def linearize(
     func: Callable[..., _Result], *primals: Any, has_aux: Literal[False] = False
 ) -> tuple[_Result, Callable[..., _Result]]: ...
+@overload
+def linearize(
+    func: Callable[[Unpack[_Primals]], tuple[_Result, _Aux]],
+    *primals: Unpack[_Primals],
+    has_aux: Literal[True],
+) -> tuple[_Result, Callable[[Unpack[_Primals]], _Result], _Aux]: ...
 @overload
 def linearize(
     func: Callable[..., tuple[_Result, _Aux]], *primals: Any, has_aux: Literal[True]
 ) -> tuple[_Result, Callable[..., _Result], _Aux]: ...
 @overload
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
-@boundary("linearize", traceable=True)
+@boundary("linearize", traceable=True)  # type: ignore[misc]  # mypy misreads the Unpacks
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Return the value of a function, and its derivative at that point as a linear function.
 

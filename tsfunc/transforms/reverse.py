@@ -51,7 +51,7 @@ from tsfunc.transforms.argnums import (
     split_aux,
     traced_inputs,
 )
-from tsfunc.transforms.transformed import Transformed, named_as
+from tsfunc.transforms.transformed import Pullback, Transformed, named_as
 from tsfunc.user_code import folding
 
 _Aux = TypeVar("_Aux")
@@ -221,11 +221,11 @@ def run_recorded(
 @overload
 def vjp(
     func: Callable[..., _Result], *primals: Any, has_aux: Literal[False] = False
-) -> tuple[_Result, Callable[..., tuple[Any, ...]]]: ...
+) -> tuple[_Result, Pullback[_Result]]: ...
 @overload
 def vjp(
     func: Callable[..., tuple[_Result, _Aux]], *primals: Any, has_aux: Literal[True]
-) -> tuple[_Result, Callable[..., tuple[Any, ...]], _Aux]: ...
+) -> tuple[_Result, Pullback[_Result], _Aux]: ...
 @overload
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
 @boundary("vjp", traceable=True)

@@ -1,13 +1,14 @@
-"""The type of the functions that transforms return."""
+"""The types of the functions that transforms return."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result", covariant=True)
+_Cotangent = TypeVar("_Cotangent", contravariant=True)
 
 
 class Transformed(Generic[_Params, _Result]):
@@ -29,6 +30,17 @@ class Transformed(Generic[_Params, _Result]):
     def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
     def __get__(self, instance: object, owner: Any) -> Any:
         raise NotImplementedError
+
+
+class Pullback(Protocol[_Cotangent]):
+    """The function that ``vjp`` returns: its cotangents are like the result of the function."""
+
+    def __call__(
+        self,
+        cotangents: _Cotangent,
+        retain_graph: bool = True,
+        create_graph: bool | None = None,
+    ) -> tuple[Any, ...]: ...
 
 
 def named_as(
