@@ -256,8 +256,8 @@ def _entry_of(kind: type) -> Any:
 def _registered_elsewhere(kind: type, registered: int) -> Any:
     """Return optree's registration of a class in any namespace, or None.
 
-    ``registered`` is the number of classes that optree has registered. It is part of the cache
-    key, so that a new registration causes a new lookup.
+    ``registered`` is the number of classes that optree has registered. The number is part of the
+    cache key, so that a new registration causes a new lookup.
     """
     return next((entry for entry in _registry.values() if entry.type is kind), None)
 

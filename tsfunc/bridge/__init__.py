@@ -1,10 +1,10 @@
 """The layer between torch and the rest: tracers, the two handlers, torch's thread-local state.
 
-This is the only package that uses torch's private names; ``private_names/`` lists them, each with
-its use and a check. This file is the loader of the package: it fills the registry of function
-rules, imports the kernels of the built-in keys, tells the catalogue how operators are read, lists
-what the first transform of a process prepares, and lets functions of torch that are written in
-Python call the handlers.
+No other package uses torch's private names; ``private_names/`` lists them, each with its use and a
+check. ``__init__`` is the loader of the package: it fills the registry of function rules, imports
+the kernels of the built-in keys, tells the catalogue how operators are read, lists what the first
+transform of a process prepares, and lets functions of torch that are written in Python call the
+handlers.
 
 The package is private.
 """

@@ -2,7 +2,7 @@
 
 ``keys`` has the dispatch keys, key sets, and those of a call's arguments; ``state`` the
 thread-local state and the levels; ``table`` the table. ``explain`` reports how a call would be
-dispatched. This package names no particular operator.
+dispatched. No operator is named in this package.
 
 The public names are in ``__all__``. The modules of the package are private.
 """

@@ -12,9 +12,9 @@ argument has a level.
 NOTE [threads inside of a transform]
 A thread that is started inside of a transform does not have the transform's levels, but may use its
 values, which name their level. A level that the thread enters must then be inside of that level, so
-the first level of a thread is deeper than all levels that are active on other threads. This is
-harmless for independent threads. Threads that enter levels in turns would go ever deeper, so a
-first level is the outermost one if other threads are ``_DEEPEST_ELSEWHERE`` deep or more.
+the first level of a thread is deeper than all levels that are active on other threads. The greater
+depth is harmless for independent threads. Threads that enter levels in turns would go ever deeper,
+so a first level is the outermost one if other threads are ``_DEEPEST_ELSEWHERE`` deep or more.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ Restore = Callable[[], AbstractContextManager[Any]]
 def on_capture(capture: Callable[[], Restore]) -> None:
     """Register state outside of this package that levels capture too.
 
-    ``capture()`` is called when a level is made. It returns a function, and the context manager
-    that this function returns restores the captured state.
+    ``capture()`` is called when a level is made, and returns a function; the context manager that
+    this function returns restores the captured state.
     """
     hooks.capture_state.add(capture)
 

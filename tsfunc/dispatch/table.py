@@ -8,8 +8,8 @@ For an operator and a key the kernel is the first of these that is registered:
 3. the column: ``register_fallback(key)``, boxed: it gets ``(op, args, kwargs)``.
 
 If that kernel is ``fallthrough``, the next lower bit of the key set is tried. A key without any of
-the three is an error. Every key set has ``BackendSelect``. It falls through unless the operator has
-a cell for it. A row does not count as one: otherwise the row would come before the cells of the
+the three is an error. Every key set has ``BackendSelect``, which falls through unless the operator
+has a cell for it. A row does not count as one: otherwise the row would come before the cells of the
 backends. If no key is left (a call without tensor arguments), the row's kernel runs.
 
 NOTE [state of a kernel]
@@ -147,8 +147,8 @@ class Operator:
         """Run the backend's kernel on a level's tracers, for a level that records what it calls.
 
         A level whose autograd records does not see what the kernel of its key computes on the
-        values inside, and a trace has no name for an operator that torch does not have. They
-        record the operators that the backend's kernel calls, one by one.
+        values inside, and a trace has no name for an operator that torch does not have. Both record
+        the operators that the backend's kernel calls, one by one.
         """
         keys = backends_of_arguments(args, kwargs)
         kernel, boxed, _, _ = self._cache.get(keys) or self._choose(keys, args, kwargs)

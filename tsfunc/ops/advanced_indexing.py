@@ -1,10 +1,10 @@
 """Indexing with tensors: ``x[i, :, j]`` and ``x[i, :, j] = v``.
 
 NOTE [advanced indexing]
-The broadcast shape of the indices replaces the indexed logical dims. It stands in the place of
-the first index if the indices are adjacent, and before all other dims if they are not. If only the
-values are batched, the batch dim is a dim that is not indexed. If only the indices are batched,
-it is part of their broadcast shape. If both are batched, it is indexed by ``arange``.
+The broadcast shape of the indices replaces the indexed logical dims. The broadcast dims stand in
+the place of the first index if the indices are adjacent, and before all other dims if they are not.
+If only the values are batched, the batch dim is a dim that is not indexed. If only the indices are
+batched, it is part of their broadcast shape. If both are batched, it is indexed by ``arange``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fused attention in other operators, which have derivatives of any order.
 
-torch gives the fused operators one derivative by reverse mode. They have no tangents, and their
-backward operators have no derivatives. The forms here compute the weights as ``softmax`` does, so
-they need memory for all of them.
+torch gives the fused operators one derivative by reverse mode, no tangents, and backward operators
+without derivatives. The forms here compute the weights as ``softmax`` does, so they need memory for
+all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Operators on a batch of samples (N, C, ...): the batch of the vmap is folded into N.
 
-These are pooling, resampling and patch operators. They accept samples with or without the dim N;
-without it, the batch of the vmap becomes N. Folding hides the rank of a sample, so the rules are
-checked: NOTE [calls that torch refuses] in ``refusal``.
+Pooling, resampling and patch operators accept samples with or without the dim N; without it, the
+batch of the vmap becomes N. Folding hides the rank of a sample, so the rules are checked:
+NOTE [calls that torch refuses] in ``refusal``.
 """
 
 from __future__ import annotations

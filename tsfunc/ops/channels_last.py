@@ -1,9 +1,9 @@
 """The channels-last layout of examples, for operators whose results keep an argument's layout.
 
-Some torch operators return a channels-last result for a channels-last argument. This applies to
-tensors of four or five dims. A batch of such examples has one more dim, so torch does not
-recognize its layout. The rules of these operators run the operator on a contiguous view of the
-batch, which has the channels' dim last.
+Some torch operators return a channels-last result for a channels-last argument of four or five
+dims. A batch of such examples has one more dim, so torch does not recognize its layout. The rules
+of these operators run the operator on a contiguous view of the batch, which has the channels' dim
+last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reductions and scans: logical dims are shifted past the batch dim.
 
-A tensor without logical dims accepts dims 0 and -1. It gets a dim of size 1 for the kernel,
-because its only physical dim is the batch dim.
+A tensor without logical dims accepts dims 0 and -1. The kernel gets such a tensor with a dim of
+size 1, because its only physical dim is the batch dim.
 """
 
 from __future__ import annotations

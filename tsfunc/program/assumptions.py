@@ -33,29 +33,31 @@ T = TypeVar("T")
 class Assumptions:
     """The assumptions that a trace is made under.
 
+    The direction in which an assumption moves is in parentheses.
+
     Attributes:
         varying: the sizes and numbers, by the user's spelling, that have varied and become inputs:
-            NOTE [automatic dynamic sizes]. It loses members.
-        dims: the named dims in place of the sizes among them, by the sizes' spelling. They become
-            narrower.
+            NOTE [automatic dynamic sizes] (loses members).
+        dims: the named dims in place of the sizes among them, by the sizes' spelling (become
+            narrower).
         narrowed: the number of times that ``dims`` have become narrower.
-        closure_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary].
-            It becomes False.
-        described_numbers: numbers whose descriptor is their type are inputs. It becomes False.
-        fixed: the named dims that have the sizes of the call. It gains members.
+        closure_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary]
+            (becomes False).
+        described_numbers: numbers whose descriptor is their type are inputs (becomes False).
+        fixed: the named dims that have the sizes of the call (gains members).
         other_hints: the named dims that are traced with other hints than their sizes in the call:
-            NOTE [small sizes]. It gains members.
+            NOTE [small sizes] (gains members).
         refusal: the error for a trace that fails with other hints, too.
-        guards_changed: variables that the function only changes are guarded as well, since it
-            puts tensors into them: NOTE [counters]. It becomes True.
+        guards_changed: variables that the function only changes are guarded as well, since it puts
+            tensors into them: NOTE [counters] (becomes True).
         records_autograd: autograd records during the trace, for backward passes that the function
-            runs itself: NOTE [backward passes in programs]. It becomes True.
-        autograd_is_remembered: ``records_autograd`` is remembered from an earlier call. It becomes
-            False, together with ``records_autograd``, if the function runs no backward pass.
-        compares_identity: the function compares its tensors by identity: NOTE [tensor aliasing].
-            It becomes True.
+            runs itself: NOTE [backward passes in programs] (becomes True).
+        autograd_is_remembered: ``records_autograd`` is remembered from an earlier call (becomes
+            False, together with ``records_autograd``, if the function runs no backward pass).
+        compares_identity: the function compares its tensors by identity: NOTE [tensor aliasing]
+            (becomes True).
         closure_tensors: the tensors, by id, that the function has from elsewhere and gets as
-            arguments, too. It gains members.
+            arguments, too (gains members).
     """
 
     varying: frozenset[str] = frozenset()

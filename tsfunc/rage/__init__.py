@@ -1,10 +1,10 @@
 """The rage: a record of tsfunc's actions and refusals, which is always kept.
 
-The record is a log, as of a server: traces, specializations, and refusals with their reasons. It
-is kept in memory and in a file for each run of Python, both of bounded size. It contains no tensor
-values, and only the last names of paths. ``python -m tsfunc rage`` makes a report of it to attach
-to a bug report; ``docs/rage.md`` describes the content, the location, and how to turn the file
-off.
+The record is a log, as of a server: traces, specializations, and refusals with their reasons. The
+record is kept in memory and in a file for each run of Python, both of bounded size. The record
+contains no tensor values, and only the last names of paths. ``python -m tsfunc rage`` makes a
+report of it to attach to a bug report; ``docs/rage.md`` describes the content, the location, and
+how to turn the file off.
 
 Every other package may record events, so this one imports none of them.
 

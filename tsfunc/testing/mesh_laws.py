@@ -28,9 +28,9 @@ def check_shard_map(
 ) -> None:
     """Check that ``shard_map(func)`` over processes equals nested vmaps, with its derivatives.
 
-    Every rank must call the check. It compares the values, the pullback of a random cotangent,
-    the pushforward of a random tangent if all arguments are floating-point tensors, and the values
-    of ``specialize(shard_map(func))`` with the same over a :class:`tsfunc.VirtualMesh`.
+    Every rank must call the check. The check compares the values, the pullback of a random
+    cotangent, the pushforward of a random tangent if all arguments are floating-point tensors, and
+    the values of ``specialize(shard_map(func))`` with the same over a :class:`tsfunc.VirtualMesh`.
 
     Args:
         func: the body; free of random operators and of side effects.

@@ -170,7 +170,7 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> 
         fn: called as ``fn(rank, n, *args)`` on each process, with ``torch.distributed``
             initialized over the ``n`` processes. Functions that can't be imported, such as lambdas
             and closures, are pickled by ``cloudpickle`` if it is installed.
-        n: the number of processes. They are kept for later calls with the same ``n``.
+        n: the number of processes. The processes are kept for later calls with the same ``n``.
         args: further arguments, pickled.
         timeout: seconds after which the call fails if a rank has not finished.
 

@@ -45,8 +45,9 @@ def closure_convert(
         >>> grad(f)(torch.tensor(3.))
         tensor(2.)
 
-    Similar to ``jax.closure_convert``. It serves functions with custom rules, such as solvers and
-    integrators, whose closed-over tensors must be among the differentiable arguments.
+    Similar to ``jax.closure_convert``. ``closure_convert`` serves functions with custom rules, such
+    as solvers and integrators, whose closed-over tensors must be among the differentiable
+    arguments.
     """
     check_function("closure_convert", func)
     originals = consts_of([func])

@@ -147,8 +147,8 @@ def call_whole_batch(
 def _for_inner_vmap(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBatch:
     """Return a function of whole batches of ``level`` for tensors of a vmap inside of that level.
 
-    The function is batched over the inner vmap. Such tensors are the cotangents of a Jacobian's
-    rows.
+    The function is batched over the inner vmap. The cotangents of a Jacobian's rows are such
+    tensors.
     """
 
     def through(values: Sequence[Any], inside: Sequence[bool]) -> Any:

@@ -81,8 +81,8 @@ def callback(
     """Call a Python function with the values of tensors, also inside of transforms and programs.
 
     Args:
-        func: a function of the arguments; its result is ignored. It gets plain tensors that do not
-            require a gradient, and may have any effect on the host.
+        func: a function of the arguments; its result is ignored. The function gets plain tensors
+            that do not require a gradient, and may have any effect on the host.
         args: its arguments: pytrees of tensors and other values.
         per_example: under ``vmap``, True calls ``func`` for each example, in order; False calls it
             once with the whole batch, whose first dims are the batch dims, the outermost vmap's
@@ -202,8 +202,8 @@ def check(holds: Any, message: str, /, *args: Any, **kwargs: Any) -> None:
 
     Raises:
         FailedCheckError: the condition does not hold; ``error.examples`` has the index of each
-            example that fails, a tuple with an entry for each vmap. It is empty for a branch or a
-            loop of a program, which runs without the indices of its examples.
+            example that fails, a tuple with an entry for each vmap. The tuple is empty for a branch
+            or a loop of a program, which runs without the indices of its examples.
         TypeError: ``holds`` is neither a bool nor a bool tensor.
         ValueError: the message and its arguments do not match.
 

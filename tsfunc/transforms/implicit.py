@@ -112,8 +112,8 @@ def implicit_root(
         initial_guess: the start of ``solve``; the root has no derivative by it.
         solve: takes ``f`` and the guess, and returns the root.
         tangent_solve: takes the derivative of ``f`` at the root, a linear function, and a
-            right-hand side, and returns the solution. It must be linear in the right-hand side and
-            differentiable. By default the matrix of the derivative is computed and solved.
+            right-hand side, and returns the solution. The solution must be linear in the right-hand
+            side and differentiable. By default the matrix of the derivative is computed and solved.
         has_aux: if True, ``solve`` returns a pair of the root and an auxiliary value, which is
             returned too, without derivatives.
 

@@ -5,10 +5,10 @@ A nested tensor is mapped over its first dim. Examples of one size are run toget
 that size: every operator is correct for each length, since it never sees two lengths. The results
 of the parts are joined in the order of the examples. Results of equal sizes become a tensor.
 Results of differing sizes become a nested tensor (``ragged="nested"``): of torch's strided layout
-if all nested inputs have it, else of the jagged layout, whose sizes differ in one dim. They become
-a list with one entry per example with ``ragged="list"``, and also if a nested tensor can't hold
-them: if ranks or dtypes differ, if sizes differ in several dims, or if the results are values of
-another transform.
+if all nested inputs have it, else of the jagged layout, whose sizes differ in one dim. The results
+become a list with one entry per example with ``ragged="list"``, and also if a nested tensor can't
+hold them: if ranks or dtypes differ, if sizes differ in several dims, or if the results are values
+of another transform.
 
 A non-tensor result is per example as soon as the function has read a value of an example, or if
 examples have differing sizes: numbers are then returned as a tensor, other objects as a list, and

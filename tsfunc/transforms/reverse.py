@@ -3,10 +3,10 @@
 NOTE [autograd levels] in ``bridge/grad/autograd`` explains which level records which operators.
 
 NOTE [differentiable derivatives]
-torch must know before a backward pass if its result will be differentiated again. That is the
-case if the inputs or the outputs depend on tensors that are differentiated by outside of this
-transform: by an enclosing transform at the same level, or by the user. Otherwise the pass is
-plain: its buffers are freed during the pass, and its results carry no graph.
+torch must know before a backward pass if its result will be differentiated again. The result is
+differentiated again if the inputs or the outputs depend on tensors that are differentiated by
+outside of this transform: by an enclosing transform at the same level, or by the user. Otherwise
+the pass is plain: its buffers are freed during the pass, and its results carry no graph.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ _MOST_PLANS = 64  # the most argument structures that one function keeps
 def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
     """Context manager: tensors that the body captures are treated as arguments with ``P()``.
 
-    This matters to derivatives by these tensors, which are summed over the ranks.
+    The derivatives by these tensors are then summed over the ranks.
     """
     if not torch.is_grad_enabled() and not tls.state.levels[: -len(levels)]:
         return _UNCHANGED

@@ -235,8 +235,8 @@ def load(
         device: the device for all tensors and programs, in place of the devices in the file.
 
     Returns:
-        A callable like the specialized function, with the same programs, descriptors and
-        weights. It serves the calls that its programs were made for, and no others.
+        A callable like the specialized function, with the same programs, descriptors and weights. A
+        loaded function serves the calls that its programs were made for, and no others.
 
     Raises:
         FileFormatError: the file is not a saved function, is damaged or has a later format, or an

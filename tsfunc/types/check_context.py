@@ -1,9 +1,9 @@
 """The state of a check of values, and the parts of checks that types share.
 
 NOTE [one check, one report]
-A check does not stop at the first mismatch. It adds mismatches to a ``CheckContext``, so that one
-error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and this
-check runs only for a value that the code does not accept.
+A check does not stop at the first mismatch. A check adds mismatches to a ``CheckContext``, so that
+one error lists all of them. Most values fit, so generated code (``check_codegen``) runs first, and
+this check runs only for a value that the code does not accept.
 """
 
 from __future__ import annotations

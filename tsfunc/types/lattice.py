@@ -140,9 +140,9 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 
-    The result is the type of a value of either type, as after the branches of a condition. It is
-    ``Any`` if no other type is above both. Nothing can be computed with ``Any``; ``join_branches``
-    raises an error then.
+    The result is the type of a value of either type, as after the branches of a condition. The join
+    is ``Any`` if no other type is above both. Nothing can be computed with ``Any``;
+    ``join_branches`` raises an error then.
 
     Example:
         >>> from tsfunc.types import parse

@@ -137,7 +137,7 @@ _TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
 
 
 def _from_value(value: Any, where: str) -> Descriptor:
-    """Return the type of a literal. It must be hashable, which ensures that it does not change."""
+    """Return the type of a literal, which must be hashable, so that it does not change."""
     if isinstance(value, str) and _TENSOR_TEXT.match(value):
         raise DescriptorError(
             f"{where}: {value!r} is a string, but reads as the description of a tensor; write "

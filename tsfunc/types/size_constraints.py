@@ -26,9 +26,9 @@ def constraint_code(text: str, variables: Mapping[str, str]) -> str:
     A file stores the conditions of a program on named sizes as such constraints.
 
     Args:
-        text: comparisons joined by ``and``, ``or`` and ``not``. They compare sums, products,
-            quotients and remainders of names and numbers, and calls of ``min``, ``max``, ``abs``,
-            ``round``, ``int``, ``float`` and some functions of ``math``.
+        text: comparisons joined by ``and``, ``or`` and ``not``. The comparisons are of sums,
+            products, quotients and remainders of names and numbers, and calls of ``min``, ``max``,
+            ``abs``, ``round``, ``int``, ``float`` and some functions of ``math``.
         variables: name to its variable in the code.
 
     Raises:

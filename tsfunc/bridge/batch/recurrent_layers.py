@@ -178,9 +178,9 @@ def _compute_by_operators(func: Callable[..., Any], args: Args, kwargs: Kwargs) 
 def _recurrent(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call torch with all tensors lifted to the innermost level, or compute the call here.
 
-    The C++ code of recurrent cells writes batched values into tensors made from the states. It
-    can't run with symbolic sizes, so where autograd records its steps, other operators compute the
-    call. They also do if the layer's kernel needs grad mode.
+    The C++ code of recurrent cells writes batched values into tensors made from the states. The C++
+    code can't run with symbolic sizes, so other operators compute the call where autograd records
+    its steps, and also if the layer's kernel needs grad mode.
     """
     packed = _is_packed(func, args)
     if packed and isinstance(args[1], BatchTracer):

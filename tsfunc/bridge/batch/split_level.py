@@ -18,10 +18,11 @@ examples, under the state that the level captured, so that the graphs of outer l
 selection.
 
 NOTE [memory of finished examples]
-Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
-them is written to. If another one is still alive at that time, the level's own examples start over:
-their answers agree up to here, so the new run narrows nothing. If the function writes into an
-argument, which the caller must see, the call starts over on copies (``writes_arguments``).
+Narrowing copies, so tensors that shared memory no longer share it. The difference shows only when
+one of the tensors is written to. If another one is still alive at that time, the level's own
+examples start over: their answers agree up to here, so the new run narrows nothing. If the function
+writes into an argument, which the caller must see, the call starts over on copies
+(``writes_arguments``).
 
 Public names that are little known: ``torch.multiprocessing.reductions.StorageWeakRef`` tells
 whether a storage is still alive, without keeping it alive.
@@ -157,8 +158,9 @@ class SplitLevel(BatchLevel):
 
         The condition is at least three splits with at most two examples per split on average. The
         remaining examples are then expected to part as well, as in a loop that ends at a different
-        step for each example, and each split would rerun all that leave. They run one by one
-        instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop would.
+        step for each example, and each split would rerun all that leave. The examples run one by
+        one instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop
+        would.
         """
         gone = len(self._past[0]) - len(self.subset)
         often = self.generation

@@ -6,8 +6,8 @@ index tensor along its dim, with one position or as many as the slice has.
 
 The result of a read is a view of ``x``, as with an int: NOTE [gathered views].
 
-The size of a slice must be the same for every example. It is computed from the values of all
-examples; if they differ, the slice raises a ``DataDependentError``.
+The size of a slice must be the same for every example. The size is computed from the values of all
+examples; if these differ, the slice raises a ``DataDependentError``.
 """
 
 from __future__ import annotations

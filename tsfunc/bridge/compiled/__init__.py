@@ -1,10 +1,10 @@
 """The compiled handlers of batched tensors: how they are built, found and loaded.
 
 The C++ files beside this one have the two handlers of ``batch_handlers``; NOTE [compiled handlers]
-in ``handlers.cpp`` describes them. They are optional: without them the Python handlers serve every
-call, with the same results. Importing tsfunc never compiles anything. ``python -m tsfunc build``
-compiles the handlers once for a version of torch and of Python, and puts the library beside this
-file.
+in ``handlers.cpp`` describes them. Without the compiled handlers, which are optional, the Python
+handlers serve every call, with the same results. Importing tsfunc never compiles anything. ``python
+-m tsfunc build`` compiles the handlers once for a version of torch and of Python, and puts the
+library beside this file.
 
 The library is compiled against torch's C++ headers, which are not stable between releases, so its
 file name contains torch's version and a hash of the sources.
@@ -70,7 +70,7 @@ def load() -> ModuleType | None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Context manager: the Python handlers serve every call, on all threads. It is for tests."""
+    """Context manager: the Python handlers serve every call, on all threads (for tests)."""
     handlers = load()
     if handlers is not None:
         handlers.enable(False)

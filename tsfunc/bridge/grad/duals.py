@@ -3,9 +3,9 @@
 NOTE [duals of a rerun]
 A checkpoint in a jvp inside of a reverse-mode transform runs its function again after the jvp has
 ended, when tensors have lost their tangents. During the first run, a function mode therefore looks
-at the tensor arguments of each call. It stores the tangents of the tensors that outlive the run,
-which the function closes over. In another run, the mode replaces these tensors, and the function's
-arguments, by duals with the stored tangents.
+at the tensor arguments of each call. The mode stores the tangents of the tensors that outlive the
+run, which the function closes over. In another run, the mode replaces these tensors, and the
+function's arguments, by duals with the stored tangents.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 NOTE [linear maps]
 Each map here is linear in its operands, and its transpose is a linear map too. ``run`` gets
-operands of one level. It calls itself on the values inside until it reaches the subset's level,
-where it works on physical values. If autograd records at a level on the way, or the level's tracers
-carry tangents, the map is one node of that level's graph.
+operands of one level. ``run`` calls itself on the values inside until it reaches the subset's
+level, where it works on physical values. If autograd records at a level on the way, or the level's
+tracers carry tangents, the map is one node of that level's graph.
 """
 
 from __future__ import annotations

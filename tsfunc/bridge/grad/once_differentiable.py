@@ -2,10 +2,10 @@
 
 torch runs such a ``backward`` without a graph, so its results have no recorded dependence on the
 inputs of ``forward``. Differentiating them again is an error in torch if no recorded path exists,
-and gives zero otherwise. Here it is an error in both modes. Each call gets one more operand, the
-guard, which depends on all the others. The results of ``backward`` depend on the guard and on the
-cotangents by a function without derivatives. Forward mode of a function without a ``jvp`` is a
-derivative of ``backward`` too, and raises the same error.
+and gives zero otherwise. This library raises an error in both cases. Each call gets one more
+operand, the guard, which depends on all the others. The results of ``backward`` depend on the guard
+and on the cotangents by a function without derivatives. Forward mode of a function without a
+``jvp`` is a derivative of ``backward`` too, and raises the same error.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Derivative formulas that can't be differentiated again, and their replacements.
 
 NOTE [derivatives of forward formulas]
-torch's tangent formulas of some operators give right tangents, but can't be differentiated. They
-treat values as constants that are not constant (further results without derivatives of their own,
-such as the factors of a determinant), or they write in place into values that autograd has saved.
-torch detects such a write only by version checks, which do not cover values saved by hooks, such as
-those of a checkpoint. torch itself never differentiates the tangents of plain tensors, but a
-``jvp`` of tsfunc may be inside of any transform. These operators are therefore intercepted before
-autograd (NOTE [the factory keys]). If a call with tangents is differentiated by another transform
-too, it is rewritten in other operators (``ops/differentiable_decompositions``), or its tangents
-come from its pullback (NOTE [tangents by pullbacks] in ``pullbacks``).
+torch's tangent formulas of some operators give right tangents, but can't be differentiated. The
+formulas treat values as constants that are not constant (further results without derivatives of
+their own, such as the factors of a determinant), or they write in place into values that autograd
+has saved. torch detects such a write only by version checks, which do not cover values saved by
+hooks, such as those of a checkpoint. torch itself never differentiates the tangents of plain
+tensors, but a ``jvp`` of tsfunc may be inside of any transform. These operators are therefore
+intercepted before autograd (NOTE [the factory keys]). If a call with tangents is differentiated by
+another transform too, it is rewritten in other operators (``ops/differentiable_decompositions``),
+or its tangents come from its pullback (NOTE [tangents by pullbacks] in ``pullbacks``).
 
 The formulas of factorizations and norms also fail without tangents, if autograd records at one
 level the formulas of another one, or a trace does: those of ``det``, ``slogdet`` and ``solve`` use

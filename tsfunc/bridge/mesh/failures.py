@@ -1,12 +1,13 @@
 """Ranks that raise: they leave a report, and ranks that wait for them raise an error too.
 
 NOTE [reports of failures]
-A rank whose body raises does not join the collectives that the other ranks wait in. It writes a
-report into the store of each of its process groups. A rank that has waited for longer than a second
-reads the reports of its group. If another rank has reported an error and has not made an exchange
-since, the waiting rank raises an error that has the report. A rank withdraws its report at its next
-exchange, so a rank whose error was handled in time does not disturb the others. Reports are
-numbered, and a rank that has reported as many errors ignores them: all ranks may raise one error.
+A rank whose body raises does not join the collectives that the other ranks wait in. The rank writes
+a report into the store of each of its process groups. A rank that has waited for longer than a
+second reads the reports of its group. If another rank has reported an error and has not made an
+exchange since, the waiting rank raises an error that has the report. A rank withdraws its report at
+its next exchange, so a rank whose error was handled in time does not disturb the others. Reports
+are numbered, and a rank that has reported as many errors ignores them: all ranks may raise one
+error.
 
 Ranks wait like this for tensors on the CPU. A wait of an NCCL group returns at once, and its
 watchdog ends a collective that another rank does not join.

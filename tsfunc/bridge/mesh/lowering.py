@@ -1,8 +1,9 @@
 """Decompositions of exchanges into torch's functional collectives.
 
 Inductor compiles, overlaps and buckets these collectives. A decomposition is applied while a
-process compiles a program for itself, after autograd. It may therefore name process groups and use
-the rank, which a program must not do. Exchanges with checked calls are not decomposed.
+process compiles a program for itself, after autograd. The decomposition may therefore name process
+groups and use the rank, which a program must not do. Exchanges with checked calls are not
+decomposed.
 """
 
 from __future__ import annotations

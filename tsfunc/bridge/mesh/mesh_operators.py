@@ -24,8 +24,8 @@ join               as leave, but of cotangents of a shared value       (share)
 ========== ======= ==================================================================
 
 The last seven are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
-``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
-similar operators, which involve one process only.
+``in_dims`` and ``out_dims`` are these specs. These transposes differ from those of ``torch.chunk``
+and similar operators, which involve one process only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Meshes: named axes whose indices are ranks, and the process group of each axis.
 
 NOTE [meshes by text]
-A program must be the same on every rank and may run in a process other than the one that made it.
-It can't hold process groups, whose names are counters. Instead it holds the axis and the mesh as
-texts (``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second
-mesh with the same text over other ranks is refused.
+A program must be the same on every rank and may run in a process other than the one that made it. A
+program therefore can't hold process groups, whose names are counters. Instead it holds the axis and
+the mesh as texts (``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its
+text; a second mesh with the same text over other ranks is refused.
 
 A mesh refers to its process groups weakly: torch owns them, and ``destroy_process_group`` has to
 end their threads before the interpreter ends.

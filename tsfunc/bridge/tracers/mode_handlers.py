@@ -9,13 +9,14 @@ mode's ``__exit__`` there, the place stays taken. The handlers of the three clas
 replaced, once a process, by functions that empty the place at their end.
 
 NOTE [metadata without interrupts]
-A fake tensor keeps its device in Python, and C++ calls a handler for it. It does so for each
-result that autograd records, in ``Node::add_input_metadata``, which is declared to raise nothing:
-an exception of the handler ends the process. A handler can't hold an interrupt back, because it may
-be raised before the handler's first step. While torch traces or a backend compiles, signal handlers
-in Python are therefore replaced by functions that look at the stack. If C++ reads metadata, the
-signal is sent once more a millisecond later; otherwise the replaced handler runs. Interrupts do not
-wait for the end of a backend's compilation, as Inductor may take minutes.
+A fake tensor keeps its device in Python, and C++ calls a handler for it. Autograd, for example,
+calls the handler for each result that it records, in ``Node::add_input_metadata``, which is
+declared to raise nothing: an exception of the handler ends the process. A handler can't hold an
+interrupt back, because it may be raised before the handler's first step. While torch traces or a
+backend compiles, signal handlers in Python are therefore replaced by functions that look at the
+stack. If C++ reads metadata, the signal is sent once more a millisecond later; otherwise the
+replaced handler runs. Interrupts do not wait for the end of a backend's compilation, as Inductor
+may take minutes.
 
 ``FunctionalTensor.metadata_fns`` has the operators for metadata, but two; C++ calls
 ``find_torch_dispatch_rule`` before a handler.

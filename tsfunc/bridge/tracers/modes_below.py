@@ -5,8 +5,9 @@ C++ calls the dispatch modes of a thread (``TorchDispatchMode``) before the hand
 class. A mode around a transform would get tracers, and the operators that their rules call would
 not pass it a second time: FlopCounterMode would count one example of a batch. A level that is
 entered under a user's mode therefore pushes a mode of its own, which is innermost and is called
-first. It brings a call on tracers to their handler, while the user's modes are still active: they
-get the operators of the rules. A mode that the function itself enters gets tracers.
+first. The innermost mode brings a call on tracers to their handler while the user's modes are still
+active, and these get the operators of the rules. A mode that the function itself enters gets
+tracers.
 
 Modes of torch's own tools (fake, functional and proxy modes) are not modes of the user.
 """

@@ -1,10 +1,11 @@
 """The state of torch's optimizers before their first step, and the numbers in it.
 
 NOTE [counts of steps]
-An optimizer keeps its count of steps in a float32 tensor. It computes with Python's floats, in
-double precision: ``1 - beta2 ** step``. In traces, torch's optimizers compute with the tensor, and
-the results would have the precision of float32, which a float64 model does not reach. The tensor is
-therefore converted first. A double of 0 dims does not change the dtype of other tensors.
+An optimizer keeps its count of steps in a float32 tensor. The optimizer reads the count as a Python
+float, and computes in double precision: ``1 - beta2 ** step``. In traces, torch's optimizers
+compute with the tensor, and the results would have the precision of float32, which a float64 model
+does not reach. The tensor is therefore converted first. A double of 0 dims does not change the
+dtype of other tensors.
 
 ``_init_group`` of each class in ``torch.optim`` makes the missing state of a group's parameters,
 and puts parameters, gradients and state into the lists that it is given. ``_get_value``, which the

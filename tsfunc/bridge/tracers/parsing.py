@@ -1,8 +1,9 @@
 """Maps a call of a torch function to the overload and arguments that C++ would dispatch.
 
 ``torch.roll(x, 1, -1)`` is a call of ``aten::roll`` with ``(x, [1], [-1])``, as torch's parsers
-determine in C++. This module determines it once for the types of a call's arguments and keeps it
-as a :class:`Form`: later calls of that form are converted to the schema's arguments without C++.
+determine in C++. This module determines the operator and its arguments once for the types of a
+call's arguments, and keeps both as a :class:`Form`: later calls of that form are converted to the
+schema's arguments without C++.
 
 NOTE [forms of calls]
 The types of the arguments, and of the items in their lists, determine the overload. A call of the

@@ -15,9 +15,9 @@ The parameters and buffers of a module are told apart from other tensors, becaus
 ``functional_call`` replaces them while it runs.
 
 A search for the tensors that code reads (``only_named``) is made at every call of a function with
-custom rules, and must not depend on the size of the user's data. It follows only those attributes
-of an object that some code names, and nothing that a tensor holds. A module reaches its parameters,
-buffers and submodules without a name.
+custom rules, and must not depend on the size of the user's data. The search follows only those
+attributes of an object that some code names, and nothing that a tensor holds. A module reaches its
+parameters, buffers and submodules without a name.
 """
 
 from __future__ import annotations

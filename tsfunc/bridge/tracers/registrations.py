@@ -322,7 +322,7 @@ def register_dispatch_handler(
 
     Args:
         handler: a function of the class and the call.
-        names: the names of the operators. Those that have the handler already are left out.
+        names: the names of the operators. Operators that have the handler already are left out.
     """
     if _DTENSOR in sys.modules:
         return

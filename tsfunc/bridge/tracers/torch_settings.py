@@ -1,7 +1,7 @@
 """torch's settings: those in which a function is traced, and those that its program depends on.
 
 A program depends on these settings of torch: it is made under them and serves calls under the same.
-They are read at every call, so each is read by the cheapest function.
+Every call reads the settings, each by the cheapest function.
 
 A function is traced without modes. The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the
 run of the program. A mode that saw the trace too would act twice, and the program would keep its

@@ -9,11 +9,11 @@ its own in many operators (``x * 2`` makes a scalar): a vmap must see only the r
 trace must see all of them. torch.vmap has a key of its own.
 
 NOTE [autocast and rules]
-Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
-the arguments of the operators on torch's list; arguments at the dispatch handler have been cast
-already. The operators that a rule calls in place of another operator must not cast again: on the
-CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a
-composite would call itself are cast, if autocast was on at the function handler, which records
+Autocast is a property of the call. Autocast's kernels are in C++, run before those of tracers, and
+cast the arguments of the operators on torch's list; arguments at the dispatch handler have been
+cast already. The operators that a rule calls in place of another operator must not cast again: on
+the CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that
+a composite would call itself are cast, if autocast was on at the function handler, which records
 this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
 
 The C++ dispatcher's thread-local sets of included and excluded keys determine among others whether

@@ -6,7 +6,8 @@ recorded at the tracer's level, torch's autograd keys are excluded, so that comp
 (``linear``, ``cross_entropy``) arrive whole at the dispatch handler.
 
 The dispatch handler is ``__torch_dispatch__``: it receives any operator with its schema, including
-operators that C++ and the autograd engine call. It looks up the operator's row and dispatches.
+operators that C++ and the autograd engine call. The handler looks up the operator's row and
+dispatches.
 """
 
 from __future__ import annotations

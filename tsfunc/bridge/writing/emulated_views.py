@@ -17,9 +17,9 @@ an emulated view, so its hook sees each call first:
 - After a call has written to the view, the whole is copied back to its positions in the base.
 - A view of the view (``y[i].T[1:]``) is one more view of the same whole.
 
-These steps are calls at the user's own level, as if the program contained them. All derivatives,
-outer levels and traces therefore see a program without views at differing indices. If the function
-does not own the base, the write is refused like a write to the base itself.
+The steps in this list are calls at the user's own level, as if the program contained them. All
+derivatives, outer levels and traces therefore see a program without views at differing indices. If
+the function does not own the base, the write is refused like a write to the base itself.
 """
 
 from __future__ import annotations

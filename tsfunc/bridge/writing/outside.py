@@ -9,12 +9,12 @@ with one that the function's arguments, or the function itself, reach (NOTE [rea
 therefore from outside too: if it became a tracer, the object would keep the tracer of a transform
 that has ended.
 
-The search does not see the state of libraries and of C extensions. Therefore a tensor that is
-older than every active level is from outside in any case: it is not among the
-:func:`recent_tensors`. This needs no order of objects: while levels are active, each collection
-begins with a note of the tensors in the youngest generation, which it is about to move to an older
-one. The tensors made since the outermost level was entered are those noted and those in the
-youngest generation now; among them are some that are a little older.
+The search does not see the state of libraries and of C extensions. Therefore a tensor that is older
+than every active level is from outside in any case: it is not among the :func:`recent_tensors`. The
+test needs no order of objects: while levels are active, each collection begins with a note of the
+tensors in the youngest generation, which it is about to move to an older one. The tensors made
+since the outermost level was entered are those noted and those in the youngest generation now;
+among them are some that are a little older.
 
 The module uses only public names: ``gc.get_objects``, ``gc.get_referents`` and ``gc.callbacks``.
 

@@ -60,8 +60,8 @@ def prepare_write(
 ) -> None:
     """Turn the plain tensors and outer tracers that a call writes to into the level's tracers.
 
-    This is needed if the written values differ between examples, or if autograd or forward AD is
-    recorded on them at the level.
+    The call needs tracers if the written values differ between examples, or if autograd or forward
+    AD is recorded on them at the level.
 
     Args:
         name: the name of the called function.

@@ -8,12 +8,12 @@ sizes of 2 or more, bounds restrict the program to the sizes for which the same 
 other sizes have programs of their own. If no bounds express the facts (the function needs the
 number, or one size to be twice another), each size keeps a program of its own.
 
-Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. Such a
-symbol is not an ``int``, although the user's code may expect one. The program is therefore compared
-with the program for the numbers of the call, and kept only if it does the same with them. The
-numbers 0 and 1 are not compared, since ``x * 1`` has no operator: the next other number is. The
-``repr`` of a symbol is that of the number, and makes the number a constant. If the function needs
-one number itself, the other numbers become inputs without it.
+Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. The
+symbol of a number is not an ``int``, although the user's code may expect one. The program is
+therefore compared with the program for the numbers of the call, and kept only if it does the same
+with them. The numbers 0 and 1 are not compared, since ``x * 1`` has no operator: the next other
+number is. The ``repr`` of a symbol is that of the number, and makes the number a constant. If the
+function needs one number itself, the other numbers become inputs without it.
 
 A value that keeps a program for each of its values is reported by a ``RetraceWarning``
 (``retraces``).

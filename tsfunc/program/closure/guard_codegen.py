@@ -11,9 +11,10 @@ each dict among the arguments. The order of the keyword arguments matters only w
 Equal keys may differ in type (``1``, ``1.0`` and ``True``), and the function may compute with
 them. The guard therefore also checks the types of keys that are not plain strings.
 
-The generated function takes the flattened arguments and checks torch's settings. It then follows
-the expressions for all values that the trace has read (``instances.py``, ``free_variables.py``). It
-returns the tensors among these values that are inputs of the program, or None if a guard fails.
+The generated function takes the flattened arguments and checks torch's settings. Then the function
+follows the expressions for all values that the trace has read (``instances.py``,
+``free_variables.py``). The result is the tensors among these values that are inputs of the program,
+or None if a guard fails.
 """
 
 from __future__ import annotations

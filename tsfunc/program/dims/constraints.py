@@ -1,13 +1,13 @@
 """The constraints on named dims that a trace relies on, checked against the descriptors.
 
 NOTE [small sizes]
-Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1]). This includes
-sizes that are computed from named dims, such as the size ``h - 2`` that a convolution leaves of
-``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
-sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for
-the other sizes: its named dims have a minimum size of their own. A call with a smaller size has a
-program in which that size is a number. A test in the function's own code remains a constraint that
-the descriptors must guarantee.
+Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1]). The same holds for sizes that
+are computed from named dims, such as the size ``h - 2`` that a convolution leaves of ``h``. torch
+tests for these sizes when it decides about broadcasting and empty tensors. Only few sizes of ``h``
+lead to them, and user code rarely depends on it. The program is therefore made for the other sizes:
+its named dims have a minimum size of their own. A call with a smaller size has a program in which
+that size is a number. A test in the function's own code remains a constraint that the descriptors
+must guarantee.
 
 A constraint must hold for every size that the descriptors allow. If it does not, the error shows
 the user's line that relies on it, and the descriptors for which it would hold.

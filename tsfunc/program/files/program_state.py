@@ -2,11 +2,11 @@
 
 NOTE [state of loaded functions]
 A program may end with assignments to attributes, variables and elements of containers (NOTE
-[updates] in ``results.py``). A file does not contain the owners of these targets. It contains a
-*cell* for each target, with the value that the target had when it was saved. The programs of a
-loaded function read the tensors in the cells, and assign to the cells. A value that is not a
-tensor can only have been assigned, and not read: a read would have made a program for each value,
-and a loaded function has no surroundings to guard.
+[updates] in ``results.py``). A file does not contain the owners of these targets. Instead, the file
+contains a *cell* for each target, with the value that the target had when it was saved. The
+programs of a loaded function read the tensors in the cells, and assign to the cells. A value that
+is not a tensor can only have been assigned, and not read: a read would have made a program for each
+value, and a loaded function has no surroundings to guard.
 """
 
 from __future__ import annotations

@@ -159,7 +159,6 @@ class TensorReader:
 
     def __init__(self, records: Field, data: bytes, where: str, values: ValueReader) -> None:
         self._records = records.mapping()
-        self._where = where
         self._values = values
         try:
             self._memory = load(data) if data else {}

@@ -3,9 +3,9 @@
 NOTE [compiled programs]
 A backend gets the program's graph and sample inputs, as from torch.compile. The tensors from
 outside are inputs too, after the others, so that training reaches them. Named dims are symbolic in
-the samples. A backend may add guards on them for its own purposes (for example, the size from
-which it uses threads). Such a guard does not restrict the program: for a call that fails it, the
-graph is compiled again with sizes of that call.
+the samples. A backend may add guards on them for its own purposes (for example, the size from which
+it uses threads). A backend's guard does not restrict the program: for a call that fails the guard,
+the graph is compiled again with sizes of that call.
 
 If each operator has to be visible (inside of a transform or a trace, under a dispatch mode), the
 program runs as Python, as it does without a backend.

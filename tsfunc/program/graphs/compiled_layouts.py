@@ -3,8 +3,8 @@
 A program has views that fit the strides of its values. Inductor decomposes some operators (``cat``
 of one tensor, ``stack``, ``interpolate``) into others whose results have other strides: a ``view``
 of such a result fails, and ``as_strided`` takes other elements. A value that such a view depends
-on, or that the program returns, is therefore put into the program's order of dims. This copies
-only what the compiler has in another order.
+on, or that the program returns, is therefore put into the program's order of dims. Only values that
+the compiler has in another order are copied.
 """
 
 from __future__ import annotations

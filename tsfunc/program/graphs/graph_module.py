@@ -18,8 +18,8 @@ def graph_module(
 
     Args:
         name: the name of the module's class.
-        lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
-            of the module, and stay the same tensors.
+        lifted: the tensors of the graph's ``get_attr`` nodes. The same tensors become parameters
+            and buffers of the module.
         as_inputs: True if they become inputs instead, after the others.
     """
     root = torch.nn.Module()

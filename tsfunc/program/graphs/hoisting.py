@@ -4,8 +4,8 @@ NOTE [hoisted work]
 ``specialize(f, hoist=True)`` divides a program. Its first part has the operators that depend on
 *kept* tensors alone: the tensors that the function reads from outside, and those of the parameters
 that ``hoist`` names. The second part has the other operators, and takes the results of the first
-part as further inputs. The results are stored together with the kept tensors. They serve a call
-with the same tensor objects, at the same addresses, whose counts of writes are the same
+part as further inputs. The results are stored together with the kept tensors. Stored results serve
+a call with the same tensor objects, at the same addresses, whose counts of writes are the same
 (``bridge/tracers/write_counts.py``). The store holds the tensors and their memory, so neither an
 object's id nor an address is used again.
 
@@ -237,9 +237,9 @@ def _may_be_hoisted(node: torch.fx.Node, aliases: Aliases) -> bool:
 def _sharing(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments of a call whose memory its results may share.
 
-    A composite operator does not declare whether it returns an argument or a view of it. It is
-    called on tensors of the same layouts without memory; named dims have the sizes of the call that
-    was traced.
+    A composite operator does not declare whether it returns an argument or a view of it. The
+    operator is therefore called on tensors of the same layouts without memory; named dims have the
+    sizes of the call that was traced.
     """
     shared = list(aliased(node))
     op, inputs = node.meta.get("op"), node.all_input_nodes

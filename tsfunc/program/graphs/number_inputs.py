@@ -3,7 +3,7 @@
 NOTE [numbers of compiled programs]
 A compiler takes tensors and sizes. Python therefore computes each number that an operator needs,
 such as ``1 - rate``, before the compiled code runs, and the module takes it as a tensor without
-dims. It has the value that the number has without a backend, to the last bit.
+dims. The tensor has the value that the number has without a backend, to the last bit.
 
 - A backend that runs torch's operators reads the number from the tensor, so that each operator gets
   the number itself.

@@ -7,9 +7,9 @@ costs a call. Two kinds of chains become one call, or none if they undo each oth
 
 - permutations of dims (``t``, ``transpose``, ``permute``): a ``permute``,
 - operators that keep the order of the elements (``view``, ``reshape``, ``flatten``, ``unflatten``,
-  ``unsqueeze``, ``squeeze``) with fixed sizes: a ``reshape``. It is a view wherever the chain is
-  one. ``reshape`` and ``flatten`` copy what they can't view, and the composition may then be a
-  view, so a chain with one of them stays if the caller gets its result.
+  ``unsqueeze``, ``squeeze``) with fixed sizes: a ``reshape``. The result is a view wherever the
+  chain is one. ``reshape`` and ``flatten`` copy what they can't view, and the composition may then
+  be a view, so a chain with one of them stays if the caller gets its result.
 
 Two operators before a view are a part of it: a reduction that keeps its dims (``keepdim=True``)
 does not keep them if the view drops them, and a contiguous copy before views that its argument

@@ -5,8 +5,8 @@ The body of a loop writes into copies of its arguments (NOTE [bodies without wri
 ``bridge/control/traced_bodies``). A loop that fills a part of a buffer in each step would copy the
 buffer in each step. But once the first carry is copied, the memory of each carry belongs to the
 loop alone, if the body's result shares memory with no other result and with no tensor from outside.
-Then the body may write into the carry itself. A vmap or a derivative of a step, and autograd, which
-saves values of each step, use the body with copies.
+In that case the body may write into the carry itself. A vmap or a derivative of a step, and
+autograd, which saves values of each step, use the body with copies.
 """
 
 from __future__ import annotations

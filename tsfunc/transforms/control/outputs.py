@@ -1,7 +1,7 @@
 """Type checks of the results of branches and bodies, with their error messages.
 
 NOTE [numbers among results]
-A Python number has a kind and no dtype. It takes the dtype of the tensor, or the kind of the
+A Python number has a kind and no dtype. A number takes the dtype of the tensor, or the kind of the
 number, that another branch or step returns in its place, as in arithmetic (JAX's weak types). A
 number may be widened in this way, as an int to a float, but not narrowed. A bool is not
 interchangeable with the ints 0 and 1. Symbolic sizes are numbers of a trace.

@@ -1,7 +1,7 @@
 """tsfunc's control flow in the form of torch's operators, for ``torch.cond`` in transforms.
 
 The functions have the names and arguments of the operators in ``torch.ops.higher_order``; the last
-one replaces a Python function of torch. They take flat operands and return flat results.
+one replaces a Python function of torch. All of them take flat operands and return flat results.
 ``tsfunc.transforms`` registers them.
 """
 
