@@ -65,7 +65,6 @@ INNER_PACKAGES = {
     "program": (
         "assumptions",
         "fields",
-        "differences",
         "guard",
         "passes",
         "dims",

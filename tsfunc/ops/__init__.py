@@ -16,7 +16,6 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     collectives,
     contractions,
     convolution,
-    ctc,
     debug_calls,
     distances,
     dynamic,

@@ -16,11 +16,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
-from tsfunc.program.differences import Difference
 from tsfunc.types import Dim
 from tsfunc.types.scope import Scope
+
+# --- the facts in which a call differs from those that have a program: the reason of a retrace
+
+
+ABSENT: Any = object()
+"""The value of a fact that a call does not have."""
+
+
+class UnquotedText(str):
+    """A text that is shown without quotes: a named dim, the name of a class."""
+
+
+class OfBranch(str):
+    """The text of a number with which the function took another branch."""
+
+
+class Difference(NamedTuple):
+    """A fact that another call violates: its name, its value in that call, the guarded value."""
+
+    name: str
+    now: Any
+    before: Any
+
+
+# --- sources, code and texts of guards
+
 
 K = TypeVar("K", bound="Guard")
 

@@ -45,6 +45,5 @@ Code that runs again
 Tensors that a function reaches
     - ``reachable``: those that lie in objects
     - ``own_state``, ``optimizer_state``: those of modules and of optimizers
-    - ``write_counts``: the numbers of writes
     - ``memory_meter``: the memory of a block
 """

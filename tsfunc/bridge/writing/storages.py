@@ -1,6 +1,9 @@
-"""The memory of tensors: which of them share a storage."""
+"""The memory of tensors: which of them share a storage, and how often it was written to."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
@@ -33,3 +36,18 @@ def memory_under(tensor: torch.Tensor) -> int | None:
     """Return an identifier of the storage at the bottom of a stack of tracers, or None."""
     plain = physical(tensor)
     return None if plain is None else memory_of(plain)
+
+
+def write_counts(tensors: Sequence[torch.Tensor]) -> list[Any] | None:
+    """Return a value that changes if one of the tensors is written to or gets another memory.
+
+    Returns:
+        The count of writes and the address of each, and the current streams of their devices;
+        None if torch does not count the writes into one of them.
+    """
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return None
+    counts: list[Any] = [x._version for x in tensors]
+    counts += [x.data_ptr() for x in tensors]
+    counts += [torch.accelerator.current_stream(x.device) for x in tensors if not x.is_cpu]
+    return counts

@@ -14,7 +14,7 @@ import torch
 
 from tsfunc.program.calling.cache import Cache, Target
 from tsfunc.program.calling.retrace_reasons import fact_text, primary_differences
-from tsfunc.program.differences import ABSENT, OfBranch
+from tsfunc.program.guard import ABSENT, OfBranch
 from tsfunc.program.guarding.call_spec import FORM_PREFIXES, STRUCTURE_PREFIX
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.types.values import same_value

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.program.differences import ABSENT, OfBranch, UnquotedText
+from tsfunc.program.guard import ABSENT, OfBranch, UnquotedText
 from tsfunc.program.guarding.call_spec import ANY, FORM_PREFIXES, STRUCTURE_PREFIX
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.types.values import describe, plain_name, same_value

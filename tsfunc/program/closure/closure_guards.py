@@ -45,8 +45,16 @@ from tsfunc.program.closure.guard_codegen import (
     lines_of_tensors,
     tensor_lines,
 )
-from tsfunc.program.differences import ABSENT, Difference, UnquotedText
-from tsfunc.program.guard import Guard, GuardCode, Names, Part, Source
+from tsfunc.program.guard import (
+    ABSENT,
+    Difference,
+    Guard,
+    GuardCode,
+    Names,
+    Part,
+    Source,
+    UnquotedText,
+)
 from tsfunc.types.values import describe, same_value
 
 # --- guards on values that were read

@@ -13,8 +13,7 @@ from tsfunc.program.closure.closure_guards import (
     ConditionHolds,
     SourceGuard,
 )
-from tsfunc.program.differences import OfBranch
-from tsfunc.program.guard import Guard
+from tsfunc.program.guard import Guard, OfBranch
 from tsfunc.types.values import same_value
 
 _SHOWN = 8  # the number of refusing guards that are named

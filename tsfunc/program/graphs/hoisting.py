@@ -6,7 +6,7 @@ NOTE [hoisted work]
 that ``hoist`` names. The second part has the other operators, and takes the results of the first
 part as further inputs. The results are stored together with the kept tensors. Stored results serve
 a call with the same tensor objects, at the same addresses, whose counts of writes are the same
-(``bridge/tracers/write_counts.py``). The store holds the tensors and their memory, so neither an
+(``bridge/writing/storages.py``). The store holds the tensors and their memory, so neither an
 object's id nor an address is used again.
 
 The first part does not have
@@ -42,7 +42,7 @@ from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator
-from tsfunc.bridge.tracers.write_counts import write_counts
+from tsfunc.bridge.writing.storages import write_counts
 from tsfunc.dispatch.state import tls
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData

@@ -21,8 +21,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.ops.dims import dense_strides, memory_order
 from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.closure.guard_codegen import SettingsAre, key_orders
-from tsfunc.program.differences import UnquotedText
-from tsfunc.program.guard import Guard, GuardCode, Guards, Names
+from tsfunc.program.guard import Guard, GuardCode, Guards, Names, UnquotedText
 from tsfunc.program.guarding.guards import (
     AnyNumber,
     ArgumentGuard,

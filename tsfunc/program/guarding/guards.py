@@ -34,9 +34,8 @@ from tsfunc.program.closure.guard_codegen import (
     strides_condition,
     tensor_lines,
 )
-from tsfunc.program.differences import UnquotedText
 from tsfunc.program.fields import IDENTIFIER, Field
-from tsfunc.program.guard import Guard, GuardCode, Names, Part, kinds_in_files
+from tsfunc.program.guard import Guard, GuardCode, Names, Part, UnquotedText, kinds_in_files
 from tsfunc.program.guarding.inputs import InputSpec, NumberSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
