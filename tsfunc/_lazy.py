@@ -36,14 +36,14 @@ def uninterrupted(call: Callable[..., _T], *args: Any) -> _T:
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         return call(*args)  # Python's handlers run on the main thread
-    held: list[Any] = []
+    interrupts: list[Any] = []
     try:
-        _set_handler(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+        _set_handler(signal.SIGINT, lambda number, frame: interrupts.append((number, frame)))
         return call(*args)
     finally:
         _set_handler(signal.SIGINT, before)
-        if held:
-            before(*held[0])
+        if interrupts:
+            before(*interrupts[0])
 
 
 def load(module: str) -> Any:
@@ -82,7 +82,7 @@ def lazy_exports(
 
     def shown() -> list[str]:
         """Return the public names."""
-        here = vars(sys.modules[package])
-        return sorted({*here.get("__all__", here), *homes, *shown_modules})
+        namespace = vars(sys.modules[package])
+        return sorted({*namespace.get("__all__", namespace), *homes, *shown_modules})
 
     return get, shown

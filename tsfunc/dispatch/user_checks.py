@@ -43,11 +43,11 @@ def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None
     if not (name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))):
         return None
     jumps_if = name.endswith("TRUE")
-    there = _raises(steps, index_of_offset.get(steps[at].argval))
-    here = _raises(steps, at + 1)
-    if there == here or (not catchable and may_be_caught(frame)):
+    raises_at_jump = _raises(steps, index_of_offset.get(steps[at].argval))
+    raises_next = _raises(steps, at + 1)
+    if raises_at_jump == raises_next or (not catchable and may_be_caught(frame)):
         return None
-    return jumps_if if there else not jumps_if
+    return jumps_if if raises_at_jump else not jumps_if
 
 
 @functools.lru_cache(maxsize=512)

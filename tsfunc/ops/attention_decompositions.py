@@ -177,7 +177,9 @@ def efficient_backward(
     by_bias = None
     if bias is not None and mask[3]:
         by_bias = scores.sum_to_size(bias.shape).to(bias.dtype)
-    return *(x if wanted else None for x, wanted in zip(gradients, mask, strict=False)), by_bias
+    return *(
+        x if needs_grad else None for x, needs_grad in zip(gradients, mask, strict=False)
+    ), by_bias
 
 
 def flash(

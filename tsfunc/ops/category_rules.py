@@ -77,11 +77,11 @@ class VerifiedRule:
             samples = [_fake(arg, None) for arg in args]
             out, out_dims = self.rule(op, level, bdims, samples, kwargs)
             example = [_fake(arg, bdim) for arg, bdim in zip(args, bdims, strict=True)]
-            wanted = op(*example, **kwargs)
+            expected_result = op(*example, **kwargs)
         except Exception:
             # The operator has no fake kernel, or the fake kernel rejects one of the two calls.
             return False
-        results, expected = _listed(out), _listed(wanted)
+        results, expected = _listed(out), _listed(expected_result)
         positions = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
         return len(results) == len(expected) == len(positions) and all(
             isinstance(result, Tensor)

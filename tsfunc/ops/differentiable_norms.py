@@ -100,8 +100,8 @@ def cosine_embedding_loss(
     dim = target.dim()
     squares = ((x * x).sum(dim) + 1e-12) * ((y * y).sum(dim) + 1e-12)
     cosine = (x * y).sum(dim) / squares.sqrt()
-    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
-    loss = torch.where(target == 1, 1 - cosine, apart)
+    loss_of_unlike = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
+    loss = torch.where(target == 1, 1 - cosine, loss_of_unlike)
     if reduction == 0:
         return loss
     return loss.mean() if reduction == 1 else loss.sum()

@@ -47,8 +47,8 @@ def cdist_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     """The result has the rows of the first matrix, and the leading dims that both broadcast to."""
     grad, x, y, p, distances = args
     tensors = _aligned(level, (*bdims[:3], bdims[4]), (grad, x, y, distances))
-    one = [level.batch_size] + [1] * (tensors[0].dim() - 3)
-    lead = torch.broadcast_shapes(one, *(t.shape[:-2] for t in tensors))
+    unit_shape = [level.batch_size] + [1] * (tensors[0].dim() - 3)
+    lead = torch.broadcast_shapes(unit_shape, *(t.shape[:-2] for t in tensors))
     grad, x, y, distances = (t.expand(*lead, *t.shape[-2:]).contiguous() for t in tensors)
     return op(grad, x, y, p, distances), 0
 

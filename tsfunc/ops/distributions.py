@@ -125,9 +125,9 @@ def _first_accepted(
     for first in range(0, _ATTEMPTS, step):
         proposals, accepted = propose(draw.attempts(1, first, step))
         position = accepted.to(torch.int8).argmax(0, keepdim=True)
-        here = accepted.any(0)
-        out = torch.where(here & ~done, proposals.gather(0, position).squeeze(0), out)
-        done = done | here
+        is_accepted = accepted.any(0)
+        out = torch.where(is_accepted & ~done, proposals.gather(0, position).squeeze(0), out)
+        done = done | is_accepted
         if _all_done(done):
             break
     return out

@@ -54,10 +54,10 @@ def item(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
         DataDependentError: the vmap does not split batches, and the value is not read by a formula
             or differs between examples.
     """
-    one = args[0].select(bdims[0], 0)
+    example = args[0].select(bdims[0], 0)
     if level.splitter is None:
         if level.in_backward_formula and common_value(args[0], "item") is not None:
-            return op(one), None
+            return op(example), None
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
@@ -65,7 +65,7 @@ def item(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
             f"value, but each example has its own), {OUTSIDE}."
         )
     check_equal_rows(op, level, batch_to_front(args[0], bdims[0]))
-    return op(one), None
+    return op(example), None
 
 
 @row("aten::equal", "aten::allclose")
@@ -90,8 +90,10 @@ def compare_tensors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwa
     if alike or not exact:
         same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:], **kwargs)
         check_equal_rows(op, level, flatten_examples(same, bdim).all(1))
-    one = [x if bdim is None else x.select(bdim, 0) for x, bdim in zip(args, bdims, strict=True)]
-    return op(*one, **kwargs), None
+    example = [
+        x if bdim is None else x.select(bdim, 0) for x, bdim in zip(args, bdims, strict=True)
+    ]
+    return op(*example, **kwargs), None
 
 
 def _run_each_example(
@@ -107,10 +109,10 @@ def _run_each_example(
         refuse_dynamic_size(op, instead)
     results = []
     for i in range(level.batch_size):
-        one = [
+        example = [
             x if bdim is None else x.select(bdim, i) for x, bdim in zip(args, bdims, strict=True)
         ]
-        results.append(op(*one, **kwargs))
+        results.append(op(*example, **kwargs))
     agree_on_results(op, level, results)
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0

@@ -38,13 +38,13 @@ def same_shape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
 def same_layout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
     x, bdim = args[0], bdims[0]
-    wanted = kwargs.get("memory_format", torch.preserve_format)
-    if wanted is None or wanted is torch.preserve_format:
+    memory_format = kwargs.get("memory_format", torch.preserve_format)
+    if memory_format is None or memory_format is torch.preserve_format:
         return op(*args, **kwargs), bdim
-    if wanted in _CHANNELS_LAST:
-        spatial = 2 if wanted is torch.channels_last else 3
+    if memory_format in _CHANNELS_LAST:
+        spatial = 2 if memory_format is torch.channels_last else 3
         if x.dim() != spatial + 3:
-            raise RuntimeError(f"required rank {spatial + 2} tensor to use {wanted} format")
+            raise RuntimeError(f"required rank {spatial + 2} tensor to use {memory_format} format")
         # Make a contiguous tensor with the channels last, then move the channels' dim back by a
         # view.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
@@ -56,8 +56,8 @@ def same_layout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 @COPIES.row("aten::contiguous")
 def contiguous(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Copy the batch into the memory format, unless each example has it."""
-    wanted = kwargs.get("memory_format", torch.contiguous_format)
-    if wanted not in _CHANNELS_LAST:
+    memory_format = kwargs.get("memory_format", torch.contiguous_format)
+    if memory_format not in _CHANNELS_LAST:
         return batch_to_front(args[0], bdims[0]).contiguous(), 0
     return same_layout(torch.clone, level, bdims, args, kwargs)
 

@@ -148,15 +148,15 @@ def randint_like(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
         shape = logical_shape(x, bdims[0])
         draw = samplers.draw_for(level, x.device, kwargs)
         bounds = high.to(torch.int64).unsqueeze(1)
-        drawn = distributions.integers(draw, math.prod(shape), 0, bounds)
-        return samplers.in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
+        values = distributions.integers(draw, math.prod(shape), 0, bounds)
+        return samplers.in_shape(values.to(kwargs.get("dtype") or x.dtype), shape), 0
     x = expand_to_front(x, bdims[0], level.batch_size)
     # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
-    drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
+    values = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
     # In a floating dtype they would be rounded to multiples of a power of two.
-    drawn = drawn % unit_dims(high.to(torch.int64), 1, x.dim() - 1)
-    return drawn.to(kwargs.get("dtype") or x.dtype), 0
+    values = values % unit_dims(high.to(torch.int64), 1, x.dim() - 1)
+    return values.to(kwargs.get("dtype") or x.dtype), 0
 
 
 def shared_draw_error(op: Any) -> RuntimeError:
@@ -225,8 +225,8 @@ def _split_bernoulli(level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
     shape = logical_shape(args[0], bdims[0])
     draw = samplers.draw_for(level, args[0].device, kwargs)
     chances = samplers.parameter_rows(args[-1], bdims[-1], shape)
-    drawn = distributions.bernoulli(draw, math.prod(shape), chances).to(args[0].dtype)
-    return samplers.without_gradient(samplers.in_shape(drawn, shape), *args)
+    values = distributions.bernoulli(draw, math.prod(shape), chances).to(args[0].dtype)
+    return samplers.without_gradient(samplers.in_shape(values, shape), *args)
 
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
@@ -294,10 +294,10 @@ def keep_mask(
         shape = logical_shape(x, bdim)
         if features:  # the dims of a feature map get size 1
             shape = [*shape[:2], *[1 for _ in shape[2:]]]
-        drawn = distributions.bernoulli(
+        values = distributions.bernoulli(
             samplers.draw_for(level, x.device, {}), math.prod(shape), keep
         )
-        return samplers.in_shape(drawn.to(x.dtype), shape), 0
+        return samplers.in_shape(values.to(x.dtype), shape), 0
     like, bdim = draw_shape_like(level, x, bdim)
     if features:
         leading_dims = 2 if bdim is None else 3
@@ -400,9 +400,9 @@ def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor
     """
     low = x.movedim(bdim, 0) <= 0
     count = low[:1].numel()
-    drawn = torch.empty(count, dtype=torch.float64).uniform_(lower, upper)
+    values = torch.empty(count, dtype=torch.float64).uniform_(lower, upper)
     order = low.reshape(-1, max(count, 1)).cumsum(1).sub(1).clamp(min=0)
-    slopes = drawn.to(x.dtype)[order].reshape(low.shape)
+    slopes = values.to(x.dtype)[order].reshape(low.shape)
     return slopes.movedim(0, bdim)
 
 

@@ -192,9 +192,9 @@ def multinomial(
         u = in_shape(distributions.uniform(draw, count, torch.float64), (*lead, number))
         sums = weights.cumsum(-1)
         sums = sums.expand(max(u.shape[0], sums.shape[0]), *sums.shape[1:]).contiguous()
-        drawn = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
+        indices = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
         last = kinds - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
-        return torch.minimum(drawn, last)
+        return torch.minimum(indices, last)
     count = math.prod(lead) * kinds
     waits = in_shape(distributions.exponential(draw, count, torch.float64), (*lead, kinds))
     return (weights / waits).topk(number, -1).indices

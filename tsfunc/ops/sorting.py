@@ -46,17 +46,17 @@ def _without_dim(out: Any) -> Any:
 def sort(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Sort along a logical dim."""
     x, *rest = args
-    x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
+    x, dim, is_scalar = _line(x, bdims[0], rest[0] if rest else -1)
     out = op(x, dim, *rest[1:], **kwargs)
-    return (_without_dim(out) if alone else out), bdims[0]
+    return (_without_dim(out) if is_scalar else out), bdims[0]
 
 
 @row("aten::sort.stable", "aten::argsort.stable")
 def sort_stable(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Sort each example along ``dim``, which is a keyword argument of these overloads."""
-    x, dim, alone = _line(args[0], bdims[0], kwargs.get("dim", -1))
+    x, dim, is_scalar = _line(args[0], bdims[0], kwargs.get("dim", -1))
     out = op(x, **{**kwargs, "dim": dim})
-    return (_without_dim(out) if alone else out), bdims[0]
+    return (_without_dim(out) if is_scalar else out), bdims[0]
 
 
 @row("aten::topk")
@@ -64,9 +64,9 @@ def sort_stable(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 def topk(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
-    x, dim, alone = _line(x, bdims[0], rest[0] if rest else -1)
+    x, dim, is_scalar = _line(x, bdims[0], rest[0] if rest else -1)
     out = op(x, k, dim, *rest[1:], **kwargs)
-    return (_without_dim(out) if alone and k == 1 else tuple(out)), bdims[0]
+    return (_without_dim(out) if is_scalar and k == 1 else tuple(out)), bdims[0]
 
 
 def _search(

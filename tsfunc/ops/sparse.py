@@ -228,11 +228,11 @@ def sparse_mm_reduce_impl(
     """Return the product, and for its derivative the stored element that each result is from."""
     x = batch_of(args[0], bdims[0], level.batch_size)
     y = expand_to_front(args[1], bdims[1], level.batch_size).flatten(0, 1)
-    one, shape = diagonal(x), x.shape[:2]
-    out, chosen = op(one, y, *args[2:])
+    diagonal_of_ones, shape = diagonal(x), x.shape[:2]
+    out, chosen = op(diagonal_of_ones, y, *args[2:])
     if args[2] not in ("amax", "amin"):
         return (out.unflatten(0, shape), chosen), (0, None)
-    chosen = _first_equal(one, y, out).unflatten(0, shape)
+    chosen = _first_equal(diagonal_of_ones, y, out).unflatten(0, shape)
     return (out.unflatten(0, shape), _convert_indices(chosen, x.values().shape[1], -1)), 0
 
 
@@ -316,8 +316,8 @@ def to_compressed(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
         x, args = _rows_compressed(op, level, x), [args[0], *args[1:]]
     elif x.layout is torch.strided and x.dim() == 3 and level.batch_size > 1:
         blocks = args[1] if "sparse_bs" in op_name(op) else (1, 1)
-        here = (x != 0).unflatten(2, (-1, blocks[1])).unflatten(1, (-1, blocks[0]))
-        _same_number(op, level, here.any(4).any(2).flatten(1).sum(1), "to_sparse")
+        is_nonzero = (x != 0).unflatten(2, (-1, blocks[1])).unflatten(1, (-1, blocks[0]))
+        _same_number(op, level, is_nonzero.any(4).any(2).flatten(1).sum(1), "to_sparse")
     return op(x, *args[1:], **kwargs), 0
 
 

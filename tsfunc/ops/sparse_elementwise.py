@@ -130,12 +130,12 @@ def _combine_with_dense(
         values = x.values()
         if y.dim() == 1:
             return with_values(x, op(values, unit_dims(y, 1, values.dim() - 1), **kwargs))
-        there = unit_dims(y, 1, x.dim() - y.dim()).expand(x.shape).sparse_mask(x).values()
-        return with_values(x, op(values, there, **kwargs))
+        values_of_y = unit_dims(y, 1, x.dim() - y.dim()).expand(x.shape).sparse_mask(x).values()
+        return with_values(x, op(values, values_of_y, **kwargs))
     x = x.coalesce()
     y = unit_dims(y, 1, x.dim() - y.dim()).expand(x.shape)
-    there = y[tuple(x.indices())]
+    values_of_y = y[tuple(x.indices())]
     return torch.sparse_coo_tensor(
-        x.indices(), op(x.values(), there, **kwargs), x.shape, is_coalesced=True,
+        x.indices(), op(x.values(), values_of_y, **kwargs), x.shape, is_coalesced=True,
         check_invariants=False,
     )  # fmt: skip

@@ -217,10 +217,10 @@ class Program(ProgramData):
                 f"as the program has, got {placeholders}."
             )
         results = [len(node.args[0]) for node in self.graph.nodes if node.op == "output"]
-        wanted = self.out_tree.num_leaves + sum(len(update.slots()) for update in self.updates)
-        if results and results[-1] != wanted:
+        expected = self.out_tree.num_leaves + sum(len(update.slots()) for update in self.updates)
+        if results and results[-1] != expected:
             raise MalformedProgramError(
-                f"{self.name}: expected a graph of {count_text(wanted, 'result')}, "
+                f"{self.name}: expected a graph of {count_text(expected, 'result')}, "
                 f"as the program has, got {results[-1]}."
             )
         constraints = [condition.constraint for condition in conditions_among(self.trace_guards)]

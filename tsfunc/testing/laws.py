@@ -68,8 +68,8 @@ def check_vmap(
     (size, *_) = (x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None)
     outs = []
     for i in range(size):
-        one = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
-        outs.append(func(*pytrees.unflatten(tree, one)))
+        example = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
+        outs.append(func(*pytrees.unflatten(tree, example)))
     parts = zip(*[pytrees.leaves_of(out) for out in outs], strict=True)
     want = pytrees.unflatten(pytrees.structure_of(outs[0]), [_stack(part) for part in parts])
     same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)

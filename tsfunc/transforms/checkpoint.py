@@ -182,16 +182,16 @@ def run(
     # The random states are arguments too, so that an outer checkpoint recomputes them: otherwise
     # each of several nested checkpoints would keep a state.
     states = states_of(devices) if preserve_rng_state else []
-    drawn = len(states)
+    state_count = len(states)
     first = True
 
     def flat(*values: torch.Tensor) -> Any:
         nonlocal first
-        args, kwargs = pytrees.unflatten(tree, with_replaced(rest, positions, values[drawn:]))
-        if first or not drawn:
+        args, kwargs = pytrees.unflatten(tree, with_replaced(rest, positions, values[state_count:]))
+        if first or not state_count:
             first = False
             return func(*args, **kwargs)
-        with drawing_from(values[:drawn], devices):
+        with drawing_from(values[:state_count], devices):
             return func(*args, **kwargs)
 
     options: dict[str, Any] = {"preserve_rng_state": False}
@@ -252,6 +252,6 @@ def _record(
     results = [result for result in traced.end(wanted) if result is not None]
     tensors, numbers, (positions,) = operands_of([traced], 0)
     op = CheckpointCall(Body("checkpointed", traced.level.graph, positions), policy, preserve)
-    out, drawn = filled(traced, call_control_flow(op, trace, tensors, numbers, results))
-    set_draw_counts(drawn)
+    out, counts_after = filled(traced, call_control_flow(op, trace, tensors, numbers, results))
+    set_draw_counts(counts_after)
     return out

@@ -237,11 +237,11 @@ def _free_in_groups(proc: Path, root: Path) -> Iterator[int]:
         for folder in {group, *(up for up in group.parents if top in (up, *up.parents))}:
             try:
                 most = (folder / limit).read_text().strip()
-                taken = int((folder / used).read_text())
+                in_use = int((folder / used).read_text())
             except OSError:
                 continue
             if most != "max":
-                yield int(most) - taken + _reclaimable(folder)
+                yield int(most) - in_use + _reclaimable(folder)
 
 
 def _reclaimable(folder: Path) -> int:

@@ -428,7 +428,7 @@ def _each(
     of: Callable[[torch.Tensor], Any],
     of_number: Callable[[Any], Any] | None = None,
 ) -> Any:
-    def one(leaf: Any) -> Any:
+    def of_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         if isinstance(leaf, torch.Tensor):
@@ -437,7 +437,7 @@ def _each(
             return of_number(leaf)
         raise TypeError(f"{label}: expected tensors, got {type(leaf).__name__}.")
 
-    return pytrees.tree_map(one, x)
+    return pytrees.tree_map(of_leaf, x)
 
 
 def _axis(label: str, leaf: torch.Tensor, axis: int, new: int) -> int:
@@ -455,9 +455,9 @@ def _split_dim(
 ) -> torch.Tensor:
     """Return the tensor with the dim ``at`` split into dims of the axes' sizes."""
     sizes = [level.batch_size for level in levels]
-    size, wanted = leaf.shape[at], math.prod(sizes)
-    if size % wanted if tiled else size != wanted:
-        expected = f"a multiple of {wanted}" if tiled else f"{wanted}"
+    size, axis_total = leaf.shape[at], math.prod(sizes)
+    if size % axis_total if tiled else size != axis_total:
+        expected = f"a multiple of {axis_total}" if tiled else f"{axis_total}"
         names = " and ".join(repr(level.axis_name) for level in levels)
         of = "the size of the axis" if len(levels) == 1 else "the product of the sizes of the axes"
         raise ValueError(
@@ -465,5 +465,5 @@ def _split_dim(
             f"shape {tuple(leaf.shape)}."
         )
     if tiled:
-        sizes.append(size // wanted)
+        sizes.append(size // axis_total)
     return leaf if sizes == [size] else leaf.unflatten(at, sizes)

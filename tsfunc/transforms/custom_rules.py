@@ -369,9 +369,9 @@ class Rule(Generic[Result]):
         """Return the elements of an argument: one of a class, or a sequence of them."""
         several = [value] if isinstance(value, cls) else value
         if not isinstance(several, Sequence) or not all(isinstance(each, cls) for each in several):
-            one = "an int" if cls is int else "a str"
+            kind = "an int" if cls is int else "a str"
             raise TypeError(
-                f"{self.label}({self.name}, {name}=...): expected {one} or a sequence of "
+                f"{self.label}({self.name}, {name}=...): expected {kind} or a sequence of "
                 f"{cls.__name__}s, got {value!r}."
             )
         return list(several)

@@ -130,8 +130,8 @@ class custom_vjp(Rule[Result]):
 
 
 def _unperturbed(leaf: Any) -> Any:
-    taken = isinstance(leaf, torch.Tensor | bool | int | float | complex)
-    return CustomVJPPrimal(leaf, False) if taken else leaf
+    is_supported = isinstance(leaf, torch.Tensor | bool | int | float | complex)
+    return CustomVJPPrimal(leaf, False) if is_supported else leaf
 
 
 def _with_flags(call: RuleCall, rest: Any) -> Any:

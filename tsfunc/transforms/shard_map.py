@@ -470,10 +470,10 @@ def _placements(spec: P, mesh: Any) -> list[Any]:
 
 def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
     """Return the local shard of a DTensor; raise if its placements differ from the spec."""
-    wanted = _placements(spec, mesh)
-    if x.device_mesh != mesh or list(x.placements) != wanted:
+    expected = _placements(spec, mesh)
+    if x.device_mesh != mesh or list(x.placements) != expected:
         raise MeshError(
-            f"shard_map: in_specs: expected a DTensor on {mesh} placed as {wanted} for {spec!r}, "
+            f"shard_map: in_specs: expected a DTensor on {mesh} placed as {expected} for {spec!r}, "
             f"got one on {x.device_mesh} placed as {list(x.placements)}. Redistribute it, or give "
             f"the spec that it has."
         )

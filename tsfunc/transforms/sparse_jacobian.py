@@ -184,15 +184,15 @@ def pattern_of(blocks: Blocks) -> torch.Tensor:
 def _given_pattern(blocks: Blocks, sparsity: Any) -> torch.Tensor:
     """Return the rows and columns of the entries of a given pattern."""
     tensors = blocks.inputs[0]
-    one = len(tensors) == 1
-    if not one:
+    is_single = len(tensors) == 1
+    if not is_single:
         sparsity = joined_pattern(API, blocks, sparsity)
     elif not isinstance(sparsity, torch.Tensor):
         leaves = pytrees.leaves_of(sparsity)
         sparsity = leaves[0] if len(leaves) == 1 else joined_pattern(API, blocks, sparsity)
     if not isinstance(sparsity, torch.Tensor):
         raise ValueError(f"{API}: sparsity: expected a tensor, got {type(sparsity).__name__}.")
-    x = tensors[0] if one else blocks.vector
+    x = tensors[0] if is_single else blocks.vector
     sparse = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
     if sparse.layout is not torch.sparse_coo:
         sparse = sparse.to_sparse()
@@ -241,8 +241,8 @@ def colors(pairs: torch.Tensor) -> dict[int, int]:
     chosen: dict[int, int] = {}
     for column in sorted(rows_of, key=lambda column: -len(rows_of[column])):
         rows = rows_of[column]
-        taken = set().union(*(used.setdefault(row, set()) for row in rows))
-        color = next(i for i in range(len(taken) + 1) if i not in taken)
+        used_colors = set().union(*(used.setdefault(row, set()) for row in rows))
+        color = next(i for i in range(len(used_colors) + 1) if i not in used_colors)
         chosen[column] = color
         for row in rows:
             used[row].add(color)

@@ -436,11 +436,11 @@ class Specialized(Transformed[_Params, _Result]):
                 return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
             described = [contract.descriptors for contract in self._contracts]
             target, cache = self.target, self.cache
-            again = functools.partial(
+            rebuild = functools.partial(
                 type(self), max_specializations=cache.limit, closure=target.closure,
                 auto_widen=cache.auto_widen, backend=self._backend, hoist=target.hoist,
             )  # fmt: skip
-            return again, (self.func, described)
+            return rebuild, (self.func, described)
         from tsfunc.program.calling.saving import function_to_save
         from tsfunc.program.files.saved_functions import pickled
 

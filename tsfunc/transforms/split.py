@@ -182,20 +182,20 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
 def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any]:
     """Return the level's examples as its tracers; plain tensors if ``single``."""
     inputs: list[Any] = []
-    taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
+    narrowed: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
     for i, source in enumerate(sources):
         if not isinstance(source, InputSource):
             inputs.append(source)
             continue
         key = id(source.value), source.dim
-        if key not in taken:
+        if key not in narrowed:
             value = source.take(level.subset)
-            taken[key] = value.clone() if level.copying else value
+            narrowed[key] = value.clone() if level.copying else value
         if single:
-            inputs.append(taken[key].select(source.dim, 0))
+            inputs.append(narrowed[key].select(source.dim, 0))
             continue
-        level.note_argument(taken[key], i)
-        inputs.append(wrap(taken[key], source.dim, level))
+        level.note_argument(narrowed[key], i)
+        inputs.append(wrap(narrowed[key], source.dim, level))
     return inputs
 
 

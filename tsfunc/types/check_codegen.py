@@ -188,8 +188,8 @@ class CheckCode(abc.ABC):
         if value is None or isinstance(value, bool):
             self.refuse(f"{at} is not {value}", indent)
         else:
-            wanted, same = self.name(value), self.name(same_value)
-            self.refuse(f"{at} is not {wanted} and not {same}({wanted}, {at})", indent)
+            expected, same = self.name(value), self.name(same_value)
+            self.refuse(f"{at} is not {expected} and not {same}({expected}, {at})", indent)
 
     def entries(
         self, at: str, entries: tuple[Any, ...], children: tuple[Generated, ...], indent: str

@@ -300,9 +300,9 @@ class CheckContext(abc.ABC):
             self.fail(path, ".stride()", _brackets(forms), _brackets(strides))
         for axis, (form, step) in enumerate(zip(forms, strides, strict=False)):
             self._size(form, step, f".stride()[{axis}]", path)
-        wanted = meta.memory_format
-        if wanted is not None and not is_in_format(value, wanted):
-            self.fail(path, "", wanted, f"strides {_brackets(strides)}")
+        memory_format = meta.memory_format
+        if memory_format is not None and not is_in_format(value, memory_format):
+            self.fail(path, "", memory_format, f"strides {_brackets(strides)}")
 
     # --- sizes that are computed from others
 

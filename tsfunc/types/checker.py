@@ -134,19 +134,19 @@ def missing_methods(cls: type, interface: type) -> list[tuple[str, tuple[str, st
     under its name, accept the arguments of the interface, and return a subtype of its result.
     """
     differences = []
-    for name, wanted in interface_methods(interface).items():
+    for name, declared in interface_methods(interface).items():
         member = inspect.getattr_static(cls, name, None)
-        expected = f"a method {name}{inspect.signature(wanted)}"
-        if not callable(member) or member is wanted:
+        expected = f"a method {name}{inspect.signature(declared)}"
+        if not callable(member) or member is declared:
             differences.append((name, (expected, f"none in {cls.__name__}")))
-        elif not _accepts(cls, member, interface, wanted):
+        elif not _accepts(cls, member, interface, declared):
             got = f"{name}{inspect.signature(member)} of {cls.__name__}"
             differences.append((name, (expected, got)))
     return differences
 
 
-def _accepts(cls: type, member: Any, interface: type, wanted: Any) -> bool:
-    ours, theirs = inspect.signature(member), inspect.signature(wanted)
+def _accepts(cls: type, member: Any, interface: type, declared: Any) -> bool:
+    ours, theirs = inspect.signature(member), inspect.signature(declared)
     arguments = list(theirs.parameters.values())[1:]
     positional = [p for p in arguments if p.kind is not p.KEYWORD_ONLY]
     named = {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}

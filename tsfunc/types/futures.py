@@ -80,8 +80,8 @@ class TSRRef(LaterType):
         if not TSRRef.has_origin(type(value)):
             return context.fail(path, "", self, describe(value))
         if value.is_owner():
-            held = value.local_value()
-            self.element.check(held, (*path, Attribute("local_value()")), context)
+            result = value.local_value()
+            self.element.check(result, (*path, Attribute("local_value()")), context)
 
 
 def _outcome(future: Any) -> object:

@@ -188,16 +188,19 @@ def _require_one_memory(attributes: Mapping[str, Any]) -> None:
             f"MetaTensorType(layout={attributes['layout']}, {name}={order!r}): only strided "
             f"tensors have {name.replace('_', ' ')}"
         )
-    wanted = len(strides) if strides is not None else FORMAT_RANKS.get(memory_format)
+    rank_of_order = len(strides) if strides is not None else FORMAT_RANKS.get(memory_format)
     least = 0 if shape is None else len(shape) - (... in shape)
     most = None if shape is None or ... in shape else least
-    formats = FORMAT_RANKS.get(memory_format, wanted)
-    if wanted is None or (wanted == formats and least <= wanted and most in (None, wanted)):
+    formats = FORMAT_RANKS.get(memory_format, rank_of_order)
+    if rank_of_order is None or (
+        rank_of_order == formats and least <= rank_of_order and most in (None, rank_of_order)
+    ):
         return
     sizes = "" if shape is None else f"shape={list(shape)!r}, "
     raise DescriptorError(
-        f"MetaTensorType({sizes}{name}={order!r}): {name.replace('_', ' ')} of rank {wanted} can't "
-        f"be those of a tensor of rank {least if wanted == formats else formats}"
+        f"MetaTensorType({sizes}{name}={order!r}): {name.replace('_', ' ')} of rank "
+        f"{rank_of_order} can't be those of a tensor of rank "
+        f"{least if rank_of_order == formats else formats}"
     )
 
 

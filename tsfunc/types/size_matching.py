@@ -241,10 +241,10 @@ class Generalization:
         ]
         for chosen in itertools.islice(itertools.product(*pairs), _MOST_CHOICES):
             meant = dict(zip(expression.names, chosen, strict=True))
-            there = {name: _text(pair[1 - side]) for name, pair in meant.items()}
-            if _same(other, parsed(expression.substitute(there))):
-                here = {name: self._name(pair) for name, pair in meant.items()}
-                yield expression.substitute(here)
+            texts_on_other_side = {name: _text(pair[1 - side]) for name, pair in meant.items()}
+            if _same(other, parsed(expression.substitute(texts_on_other_side))):
+                new_names = {name: self._name(pair) for name, pair in meant.items()}
+                yield expression.substitute(new_names)
 
     def _name(self, pair: tuple[SideForm, SideForm]) -> str:
         if isinstance(pair[0], Dim) and pair[0] == pair[1]:

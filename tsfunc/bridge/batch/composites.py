@@ -299,11 +299,11 @@ def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor
         return values.narrow(along, start if start >= 0 else values.shape[along] + start, count)
 
     count = x.shape[dim] - 2
-    left, here, right = (x.narrow(dim, start, count) for start in range(3))
+    left, center, right = (x.narrow(dim, start, count) for start in range(3))
     both = before + after
     inside = (
         left * (-after / (before * both))
-        + here * ((after - before) / (before * after))
+        + center * ((after - before) / (before * after))
         + right * (before / (after * both))
     )
     if edge_order == 1:

@@ -264,9 +264,9 @@ def _example_seeder(
 
 def _strict_level(level: BatchLevel) -> BatchLevel | None:
     """Return the level, or else the nearest outer level, that is strict; None without one."""
-    for one in (level, *reversed(level.outer.levels)):
-        if isinstance(one, BatchLevel) and one.strict:
-            return one
+    for enclosing in (level, *reversed(level.outer.levels)):
+        if isinstance(enclosing, BatchLevel) and enclosing.strict:
+            return enclosing
     return None
 
 

@@ -56,10 +56,10 @@ def _gru(
     projected: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     (h,) = states
-    ours = projected.chunk(3, 1)
+    of_input = projected.chunk(3, 1)
     before = linear(h, *weights).chunk(3, 1)
-    r, z = ((ours[k] + before[k]).sigmoid() for k in range(2))
-    new = (ours[2] + r * before[2]).tanh()
+    r, z = ((of_input[k] + before[k]).sigmoid() for k in range(2))
+    new = (of_input[2] + r * before[2]).tanh()
     return ((h - new) * z + new,)
 
 

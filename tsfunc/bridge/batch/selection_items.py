@@ -78,8 +78,8 @@ def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
             if item != _ALL:
                 return NotImplemented
             behind = whole[k + 1 :]
-            gone = sum(isinstance(i, int) for i in behind)
-            return x.like(x.elements[tuple(whole)], x.after - gone + behind.count(None))
+            removed = sum(isinstance(i, int) for i in behind)
+            return x.like(x.elements[tuple(whole)], x.after - removed + behind.count(None))
         dim += item is not None
     return x.like(x.elements[tuple(whole)])
 

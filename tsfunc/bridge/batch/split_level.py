@@ -162,14 +162,14 @@ class SplitLevel(BatchLevel):
         one instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop
         would.
         """
-        gone = len(self._past[0]) - len(self.subset)
+        left = len(self._past[0]) - len(self.subset)
         often = self.generation
         return (
             self.randomness == "error"
             and len(self.subset) > 1
             and often >= 3
-            and often * 2 >= gone
-            and gone * 4 >= len(self._past[0])
+            and often * 2 >= left
+            and left * 4 >= len(self._past[0])
         )
 
     def duplicate(self, name: str) -> BatchLevel:
@@ -184,9 +184,9 @@ class SplitLevel(BatchLevel):
             positions = torch.searchsorted(self._past[generation], self.subset)
             self._picked[generation] = positions
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
-            taken = take_examples(value, bdim, positions)
-        self._moves.moved(value, taken, self)
-        return taken
+            narrowed_value = take_examples(value, bdim, positions)
+        self._moves.moved(value, narrowed_value, self)
+        return narrowed_value
 
     def before_write(self, target: BatchTracer) -> None:
         """Abort the run if a write to the tensor would not reach tensors that shared its memory."""

@@ -85,10 +85,10 @@ def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **ou
     if not checked or out or not needs_plain_sizes(input, indices):
         return NotImplemented
     sizes = torch.broadcast_shapes(_without(input.shape, dim), _without(indices.shape, dim))
-    here = dim % rank
-    input = input.expand(*sizes[:here], input.shape[here], *sizes[here:])
-    indices = indices.expand(*sizes[:here], indices.shape[here], *sizes[here:])
-    return input.gather(here, indices)
+    position = dim % rank
+    input = input.expand(*sizes[:position], input.shape[position], *sizes[position:])
+    indices = indices.expand(*sizes[:position], indices.shape[position], *sizes[position:])
+    return input.gather(position, indices)
 
 
 def _without(shape: Sequence[int], dim: int) -> list[int]:

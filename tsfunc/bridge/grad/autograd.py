@@ -331,10 +331,10 @@ def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
     return any(out is leaf for out in outputs) or _reaches(outputs, lambda x: x is leaf)
 
 
-def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
-    """True if the graph of the outputs has a leaf for which ``wanted`` is True."""
+def _reaches(outputs: Sequence[torch.Tensor], is_target: Callable[[torch.Tensor], bool]) -> bool:
+    """True if the graph of the outputs has a leaf for which ``is_target`` is True."""
     with DisableTorchFunctionSubclass():
-        return any(map(wanted, _leaves(outputs)))
+        return any(map(is_target, _leaves(outputs)))
 
 
 def _leaves_in_python(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -98,25 +98,25 @@ def _generator(
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     record = RunRecord(current_trace() if preserves_draws else None)
-    drawn = DrawCountSnapshot()
+    snapshot = DrawCountSnapshot()
     states = replaced_states()
     first, in_formula = next(serials), in_backward_formula()
 
     @restoring_thread_state
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def rerun(*args: Any, **kwargs: Any) -> Any:
         with (
             reenter(state.with_fresh_remap_args()),
             mark_rerun(Rerun(first), captured, in_formula),
             _recording_at(recorded),
             _inside_derivatives(derivatives),
             replaying(record),
-            drawn.replaying(),
+            snapshot.replaying(),
             with_states(states),
             duals.rerun(args) as rerun_args,
         ):
             return fn(*rerun_args, **kwargs)
 
-    return _rerunnable_steps(make(again), duals, args, record)
+    return _rerunnable_steps(make(rerun), duals, args, record)
 
 
 def _rerunnable_steps(

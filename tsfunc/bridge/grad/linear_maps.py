@@ -138,22 +138,22 @@ class Layout(LinearMap):
 
     def run(self, values: Sequence[Any]) -> Any:
         (value,) = values
-        level, wanted = self.layers[0]
+        level, target_dim = self.layers[0]
         with level.restored():
             inner, dim = value.value, getattr(value, "bdim", None)
             # Move this level's dim first: moving it may move the dims of the outer levels.
             rest = Layout(self.layers[1:])
             if not isinstance(level, BatchLevel):
                 return level.lift(rest.of(inner))
-            if dim is None and wanted is not None:
-                inner = inner.unsqueeze(wanted).expand(
-                    *inner.shape[:wanted], level.batch_size, *inner.shape[wanted:]
+            if dim is None and target_dim is not None:
+                inner = inner.unsqueeze(target_dim).expand(
+                    *inner.shape[:target_dim], level.batch_size, *inner.shape[target_dim:]
                 )
                 if level.forward:
                     inner = without_overlaps(inner)  # as ``make_dual`` does: results may be views
-            elif dim != wanted:
-                inner = inner.movedim(dim, wanted)
-            return wrap(rest.of(inner), wanted, level)
+            elif dim != target_dim:
+                inner = inner.movedim(dim, target_dim)
+            return wrap(rest.of(inner), target_dim, level)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor with the batch dims at these positions."""

@@ -77,11 +77,11 @@ def _packing(pack: Callable[[torch.Tensor], Any], entered: int) -> Callable[[tor
     def packed(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Tracer):
             return _UnhookedTensor(tensor) if _is_traced_after(entered) else pack(tensor)
-        alone = tensor.aliased_here()
+        alias = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
-            return _UnhookedTensor(alone)
+            return _UnhookedTensor(alias)
         with torch.enable_grad():
-            return pack(alone)
+            return pack(alias)
 
     return packed
 

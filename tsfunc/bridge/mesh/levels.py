@@ -169,7 +169,7 @@ class MeshAxes:
     def bound(self) -> AbstractContextManager[None]:
         """Context manager: binds the axes that no active level binds already."""
         state = tls.state
-        here = {level.axis_name for level in mesh_levels()}
-        again = [level for level in self.levels if level.axis_name not in here]
+        bound_names = {level.axis_name for level in mesh_levels()}
+        unbound = [level for level in self.levels if level.axis_name not in bound_names]
         # Their depths do not matter: they have no tracers, and no kernels.
-        return using(state.replace(levels=(*again, *state.levels))) if again else nullcontext()
+        return using(state.replace(levels=(*unbound, *state.levels))) if unbound else nullcontext()

@@ -343,8 +343,8 @@ def _is_same_size(args: Sequence[Any]) -> Any:
     if not tls.state.plain:
         return NotImplemented
     with DisableTorchFunctionSubclass():
-        mine, other = _fixed_shape(args[0]), _fixed_shape(args[1])
-    return NotImplemented if mine is None or other is None else mine == other
+        shape, other = _fixed_shape(args[0]), _fixed_shape(args[1])
+    return NotImplemented if shape is None or other is None else shape == other
 
 
 def _has_same_storage_numel(args: Sequence[Any]) -> Any:

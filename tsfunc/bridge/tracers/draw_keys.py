@@ -92,7 +92,7 @@ class CallKeys:
     def _at_entry(self) -> Iterator[None]:
         """Context manager: the levels, and the outer examples' draws, are those at the entry."""
         outer = self._outer
-        drawn = None if outer is None else outer.draw_count
+        draw_count = None if outer is None else outer.draw_count
         bodies = [x.bodies for x in self._state.levels if hasattr(x, "bodies")]
         running = [list(active) for active in bodies]
         now = [(x, x.outer, x.inner) for x, _, _ in self._captured]
@@ -109,7 +109,7 @@ class CallKeys:
             for active, before in zip(bodies, running, strict=True):
                 active[:] = before
             if outer is not None:
-                outer.draw_count = drawn
+                outer.draw_count = draw_count
 
 
 def _draw(generator: torch.Generator | None) -> torch.Tensor:
@@ -249,8 +249,8 @@ class DrawCountSnapshot:
 
     def restore(self) -> None:
         """Set the numbers of draws to those of that time."""
-        for level, drawn in self._counts:
-            level.draw_count = drawn
+        for level, draw_count in self._counts:
+            level.draw_count = draw_count
 
     def is_current(self) -> bool:
         """True if no number of draws has changed since that time."""

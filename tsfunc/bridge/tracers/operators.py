@@ -268,16 +268,16 @@ def functional_overload(op: TorchOperator) -> tuple[Any, Sequence[str]] | None:
     The overload takes the same arguments. The second item has the attributes of ``out=`` that the
     overload takes as factory arguments instead.
     """
-    wanted = [(a.name, a.type, a.writes) for a in op.signature.inputs]
+    expected = [(a.name, a.type, a.writes) for a in op.signature.inputs]
     namespace, _, name = op.name.partition(".")[0].partition("::")
-    if wanted and not op.out_names:
-        wanted[0] = (*wanted[0][:2], False)
+    if expected and not op.out_names:
+        expected[0] = (*expected[0][:2], False)
         name = name.removesuffix("_")
-    names = {name for name, *_ in wanted}
+    names = {name for name, *_ in expected}
     for form in overloads_of(f"{namespace}::{name}"):
         options = {a.name for a in form.arguments} & _FACTORY_OPTIONS - names
         rest = [(a.name, a.type, a.writes) for a in form.arguments if a.name not in options]
-        if rest == wanted and form.form != "out":
+        if rest == expected and form.form != "out":
             return form.call, [name for name in _FACTORY_ATTRIBUTES if name in options]
     return None
 

@@ -263,9 +263,12 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
 
 def _of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
     """Return the tensors among the attributes of a tensor, and its gradient."""
-    held = gc.get_referents(tensor)
-    held += [each for space in held if type(space) is dict for each in space.values()]
-    return [*(each for each in held if issubclass(type(each), torch.Tensor)), gradient_of(tensor)]
+    referents = gc.get_referents(tensor)
+    referents += [each for space in referents if type(space) is dict for each in space.values()]
+    return [
+        *(each for each in referents if issubclass(type(each), torch.Tensor)),
+        gradient_of(tensor),
+    ]
 
 
 def _of_frame(frame: types.FrameType) -> Iterable[Any]:

@@ -35,10 +35,10 @@ def reenter(state: State) -> Iterator[None]:
 
 def _inside(state: State) -> Iterator[None]:
     # Levels inside a subset captured the subset's level in place of the vmap's.
-    here = state.levels
-    inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
+    active = state.levels
+    inside = [level for i, level in enumerate(active) if level.outer.levels != active[:i]]
     with (
-        replacing_captured_levels(inside, lambda levels: here[: len(levels)]),
+        replacing_captured_levels(inside, lambda levels: active[: len(levels)]),
         using(state),
         watching_random(),
     ):

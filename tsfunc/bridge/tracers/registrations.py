@@ -295,9 +295,9 @@ def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
         overload = overload_of(name)
         if overload is not None:
             bound_kernel = functools.partial(kernel, overload, rest)
-            again = " more than once" if skipped_by_one_derivative else ""
+            suffix = " more than once" if skipped_by_one_derivative else ""
             _handlers.register_if(
-                name.removeprefix("aten::"), f"differentiated{again}", bound_kernel
+                name.removeprefix("aten::"), f"differentiated{suffix}", bound_kernel
             )
 
 

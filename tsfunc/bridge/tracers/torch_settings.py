@@ -168,8 +168,10 @@ def settings_condition(now: tuple[Any, ...], name: Callable[[Any], str]) -> str:
         parts.append(f"{name(autocast)}() != {name(casts)}")
     else:
         parts.append(f"{name(_is_any_autocast_enabled)}()")
-    ours = f"{name(default_device)}() != {name(device)}"
-    parts.append(f"{name(_len_torch_function_stack)}() and {ours}" if device == _CPU else ours)
+    default = f"{name(default_device)}() != {name(device)}"
+    parts.append(
+        f"{name(_len_torch_function_stack)}() and {default}" if device == _CPU else default
+    )
     changed = " or ".join(parts)
     if _handlers is None or casts or device != _CPU or plain[-1] != "":
         return changed

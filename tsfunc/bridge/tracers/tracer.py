@@ -457,9 +457,9 @@ def _dispatch_function(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any
     state = tls.state
     remap_args = state.remap_args
     if remap_args is not None:
-        taken = remap_args(func, args, kwargs)
-        if taken is not None:
-            return func(*taken[0], **taken[1])
+        remapped = remap_args(func, args, kwargs)
+        if remapped is not None:
+            return func(*remapped[0], **remapped[1])
     if HOOKED:
         for kind in types:
             if kind in HOOKED:

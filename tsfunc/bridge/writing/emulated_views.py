@@ -118,21 +118,23 @@ class EmulatedView(TracerHook):
         others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:
             return function_handler(func, others, args, kwargs)
-        held = _views_in((args, kwargs))
+        emulated = _views_in((args, kwargs))
         written = _views_in(written_by(func, args, kwargs))
         for _, hook in written:
             hook.prepare(func.__name__, (*args, *kwargs.values()))
-        for view, _ in held:
+        for view, _ in emulated:
             sync(view)
         rule = None if kwargs or written else registry.find(Stage.BATCHING, func)
         if rule is not None and not rule.view:
             out = call_by_plan(func, types, args, kwargs)
-            if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
+            if out is not NotImplemented and not any(
+                out.value is view.value for view, _ in emulated
+            ):
                 return out
         out = function_handler(func, others, args, kwargs)
         for view, hook in {id(hook): (view, hook) for view, hook in written}.values():
             hook.write_back(view)
-        _attach_to_views(out, held)
+        _attach_to_views(out, emulated)
         return out
 
 
@@ -150,12 +152,12 @@ def _views_in(values: Any) -> list[tuple[Any, EmulatedView]]:
     return [(x, hook) for x, hook in hooks if isinstance(hook, EmulatedView)]
 
 
-def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None:
+def _attach_to_views(out: Any, emulated: Sequence[tuple[Any, EmulatedView]]) -> None:
     """Mark the results that share memory with emulated views as emulated views too."""
     results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in HOOKED]
     if not results:
         return
-    hooks = {memory_under(view): hook for view, hook in held}
+    hooks = {memory_under(view): hook for view, hook in emulated}
     for result in results:
         memory = memory_under(result)
         if memory is not None and memory in hooks:

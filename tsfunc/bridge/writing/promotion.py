@@ -125,9 +125,11 @@ def _unheld_bases(tensors: Tensors) -> list[torch.Tensor]:
     counts from the start of the base.
     """
     bases = [(id(base_of(x)), x.base_here()) for x in tensors if isinstance(x, Tracer)]
-    held = {identity for identity, base in bases if base is None}
+    identities_with_objects = {identity for identity, base in bases if base is None}
     return [
-        base for identity, base in dict(bases).items() if base is not None and identity not in held
+        base
+        for identity, base in dict(bases).items()
+        if base is not None and identity not in identities_with_objects
     ]
 
 
@@ -183,8 +185,8 @@ def relatives_of(
 def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
     """True if C++ refers to a tensor other than by the Python object and the tensor's views."""
     views = sum(1 for other in relatives if other._base is tensor)
-    held: int = tensor._use_count()  # type: ignore[attr-defined]
-    return held - 1 - views > 0
+    use_count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return use_count - 1 - views > 0
 
 
 def _is_older(memory: int, recent: Mapping[int, torch.Tensor]) -> bool:

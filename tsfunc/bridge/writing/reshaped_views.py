@@ -132,9 +132,9 @@ def _viewing(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     except NoView:
         base, *rest = args
         strides = strides_alone(base)
-        alone = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
+        dense = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
         try:
-            shape = func(alone, *rest, **kwargs).shape
+            shape = func(dense, *rest, **kwargs).shape
         except RuntimeError:
             shape = None
         if shape is None:

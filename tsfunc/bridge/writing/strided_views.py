@@ -101,18 +101,18 @@ def _check_level(
     with DisableTorchFunctionSubclass():
         shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
     begin = 0 if offset is None else offset - start
-    alone = strides_alone(x)
+    of_one = strides_alone(x)
     view = [begin + distance for distance in _distances(size, stride)]
     elements = _element_indices(view, shape, strides)
     if elements is not None:
-        outside = max(view) > max(_distances(shape, alone))
-        if own_layout or outside or elements == _element_indices(view, shape, alone):
+        outside = max(view) > max(_distances(shape, of_one))
+        if own_layout or outside or elements == _element_indices(view, shape, of_one):
             return
     raise RuntimeError(
         f"{x.dispatch_level.name}: as_strided(size={list(size)}, stride={list(stride)}, "
         f"storage_offset={offset}) of a result of shape {tuple(shape)}: expected a tensor whose "
         f"examples lie apart in memory, got one with elements of other examples in between, so "
-        f"that the strides of one example are {list(strides)} in the batch and {alone} alone. "
+        f"that the strides of one example are {list(strides)} in the batch and {of_one} alone. "
         f"Call .contiguous() first, or use other views (slices, unfold, diagonal) instead."
     )
 

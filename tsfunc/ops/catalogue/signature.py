@@ -216,12 +216,12 @@ def matching(
     def likeness(form: OperatorSignature) -> tuple[bool, bool, int, bool]:
         offered = inputs(form)
         return (
-            offered == wanted,
-            [kind for _, kind in offered] == [kind for _, kind in wanted],
-            len(set(offered) & set(wanted)),
+            offered == expected,
+            [kind for _, kind in offered] == [kind for _, kind in expected],
+            len(set(offered) & set(expected)),
             form.name.rpartition(".")[2] == variant.name.rpartition(".")[2],
         )
 
-    wanted = inputs(variant)
+    expected = inputs(variant)
     best = max(forms, key=likeness, default=None)
     return best if best is not None and any(likeness(best)[:3]) else None

@@ -75,9 +75,9 @@ class Evidence:
             return Evidence()
         ranks, _, rest = words.partition(";")
         marks = set(rest.split())
-        taken = dict(part.strip().split(" ", 1) for part in ranks.split(","))
+        ranks_by_name = dict(part.strip().split(" ", 1) for part in ranks.split(","))
         return Evidence(
-            {name: _ranks(spans) for name, spans in taken.items()},
+            {name: _ranks(spans) for name, spans in ranks_by_name.items()},
             "together" in marks,
             "same" in marks,
             "broadcasts" in marks,

@@ -433,9 +433,9 @@ class CacheMiss:
             changes["closure_numbers"] = False
         if any(not spec.undescribed for spec in refused):
             changes["described_numbers"] = False
-        alone = frozenset(self.name_of(spec.position) for spec in refused if spec.undescribed)
-        if alone:
-            changes |= self.variation.without(alone, assumptions)
+        undescribed = frozenset(self.name_of(spec.position) for spec in refused if spec.undescribed)
+        if undescribed:
+            changes |= self.variation.without(undescribed, assumptions)
         return Retrace(assumptions.with_changes(**changes))
 
     def _reason(self, assumptions: Assumptions) -> str:

@@ -278,9 +278,9 @@ class _Trace:
         for number in request.numbers:
             traced[number.position] = symbols.numbers[number.name]
         instances = self.instances
-        held = self.assumptions
-        instances.compares_identity |= held.compares_identity or held.records_autograd
-        self._own = {**held.closure_tensors, **instances.builder.closure_tensors}
+        assumptions = self.assumptions
+        instances.compares_identity |= assumptions.compares_identity or assumptions.records_autograd
+        self._own = {**assumptions.closure_tensors, **instances.builder.closure_tensors}
         self._alias_tensors = instances.compares_identity
         aliased = (
             alias_tensors(request.inputs, tracers, self._own) if self._alias_tensors else tracers
@@ -335,12 +335,12 @@ class _Trace:
             with mode, Lifting(self.level), self.instances, seeding as generators.draws, weights:
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
-            needed, held = self.gradients.passes.needed, self.assumptions
-            if needed and not held.records_autograd:
+            needed, assumptions = self.gradients.passes.needed, self.assumptions
+            if needed and not assumptions.records_autograd:
                 self._retrace_with_autograd()  # the function has handled the exception
-            if held.autograd_is_remembered and not needed:
+            if assumptions.autograd_is_remembered and not needed:
                 raise Retrace(
-                    held.with_changes(autograd_is_remembered=False, records_autograd=False)
+                    assumptions.with_changes(autograd_is_remembered=False, records_autograd=False)
                 )
         except Exception as error:
             rewrite_size_error(request.label, self.symbols, error)
@@ -504,8 +504,8 @@ class _Trace:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
-        taken = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
-        names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
+        used_names = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
+        names = names_in_source(request.func, {**lifted, **named}, builder.read, used_names)
         for node in graph.nodes:
             if node.op in ("get_attr", "placeholder") and node.target in names:
                 node.name = node.target = names[node.target]

@@ -311,9 +311,11 @@ class Variation:
         names = {i: call.name_of(i) for i in call.argument_paths}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].sample.shape[k] for name, (i, k) in self.where.items()}
-        taken = {spec.position for spec in call.numbers(inputs, named_dims)}
+        positions = {spec.position for spec in call.numbers(inputs, named_dims)}
         self.positions = {
-            name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken
+            name: i
+            for i, name in names.items()
+            if can_be_symbol(call.flat[i]) and i not in positions
         }
         self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
         self._served: Names = frozenset()  # the values that may vary in the new program

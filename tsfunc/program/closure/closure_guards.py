@@ -503,8 +503,8 @@ class NoMember(Guard):
         for guard in guards:
             owners.setdefault(id(guard.owner), (guard.owner, set()))[1].add(guard.name)
         for owner, names in owners.values():
-            held, absent = code.name(vars(owner)), code.name(frozenset(names))
-            yield f"if not {held}.keys().isdisjoint({absent}): return None"
+            attributes, absent = code.name(vars(owner)), code.name(frozenset(names))
+            yield f"if not {attributes}.keys().isdisjoint({absent}): return None"
 
 
 @dataclass(eq=False)

@@ -190,9 +190,9 @@ class UpdateValues:
             return defaultdict(value.default_factory, items)
         if cls in (set, frozenset) and all(map(_is_plain_value, value)):
             return copy.copy(value)
-        again = value if isinstance(value, _SHARED) else self._stand_in_of(value)
-        if again is not None:
-            return again
+        replacement = value if isinstance(value, _SHARED) else self._stand_in_of(value)
+        if replacement is not None:
+            return replacement
         raise UnrepeatableValue(f"a {cls.__name__} that the function has made")
 
 
@@ -520,15 +520,15 @@ def names_in_source(
     func: Callable[..., Any],
     lifted: Mapping[str, torch.Tensor],
     read: Mapping[str, Any],
-    taken: Collection[str],
+    used_names: Collection[str],
 ) -> dict[str, str]:
     """Return for each lifted tensor that the user has named an identifier made of that name.
 
     Args:
-        taken: other names in the program.
+        used_names: other names in the program.
     """
     state = state_names(func, lifted, (), 0, (), read)
-    used = {*taken, *lifted, *keyword.kwlist}
+    used = {*used_names, *lifted, *keyword.kwlist}
     names = {}
     for name, text in {**state.attributes, **state.names}.items():
         plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)

@@ -135,8 +135,8 @@ class WatchedObject:
 
     def _is_assigned_anew(self, name: str, value: Any) -> bool:
         """True if an attribute was assigned the value that it had, which no guard holds."""
-        held = name in self._held and (self.source.in_closure or not has_tensor(value))
-        return name in self.lines and not held
+        is_guarded = name in self._held and (self.source.in_closure or not has_tensor(value))
+        return name in self.lines and not is_guarded
 
     def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
         """Guard the value of an attribute, once; return it as the function sees it.

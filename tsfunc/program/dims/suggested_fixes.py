@@ -167,7 +167,7 @@ def stepped(
 
 
 def leaving_remainder(
-    constraint: Any, dim: Dim, size: int, taken: Container[str]
+    constraint: Any, dim: Dim, size: int, used_names: Container[str]
 ) -> Solution | None:
     """Return a dim as an expression with its remainder in the call: ``2 * extra + 1``.
 
@@ -179,7 +179,7 @@ def leaving_remainder(
     """
     from sympy import Symbol
 
-    extra = next(name for name in _extra_names() if name not in taken)
+    extra = next(name for name in _extra_names() if name not in used_names)
     for step in _multiples_in(constraint):
         value = step * Symbol(extra) + size % step
         said = constraint.xreplace(dict.fromkeys(constraint.free_symbols, value))

@@ -55,11 +55,11 @@ def write_archive(head: Mapping[str, Any], entries: Mapping[str, bytes]) -> byte
         for name, data in entries.items()
     }
     manifest = json_bytes({**head, "entries": listed})
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in {MANIFEST: manifest, **entries}.items():
             archive.writestr(zipfile.ZipInfo(name, _DATE), data)
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -127,11 +127,11 @@ class Archive:
             zipfile.BadZipFile: it does not.
         """
         file.seek(-_LAST.size, io.SEEK_END)
-        mark, *disks, here, count, _, _, comment = _LAST.unpack(file.read())
+        mark, *disks, entries_on_disk, count, _, _, comment = _LAST.unpack(file.read())
         listed = len(self._zip.filelist)
         if mark != b"PK\5\6" or comment:
             raise zipfile.BadZipFile("there is a comment, or something after its end")
-        if any(disks) or here != count:
+        if any(disks) or entries_on_disk != count:
             raise zipfile.BadZipFile("it is a part of an archive")
         if count != min(listed, _MANY):
             raise zipfile.BadZipFile(f"{listed} entries are listed, and said to be {count}")

@@ -294,12 +294,12 @@ class CalleeReader:
     def _part(self, field: Field, callee: TracedCallee, name: str) -> CalleeGraph | None:
         if field.value is None and name in callee.optional:
             return None
-        wanted = callee.type_of_part(name)
-        part = self._decode(field, wanted.takes)
+        expected = callee.type_of_part(name)
+        part = self._decode(field, expected.takes)
         count = len(part.results)
-        if count < wanted.returns or (count > wanted.returns and not wanted.more):
-            field.fail(f"expected {count_text(wanted.returns, 'result')}, got {count}")
-        if not wanted.zeros and any(value is None for value in part.results):
+        if count < expected.returns or (count > expected.returns and not expected.more):
+            field.fail(f"expected {count_text(expected.returns, 'result')}, got {count}")
+        if not expected.zeros and any(value is None for value in part.results):
             field.fail("expected a tensor for each result, got null")
         return part
 

@@ -149,8 +149,8 @@ class StoredOperator:
         read = self.reader.of_body().read(inner)
         body_inputs = [node for node in read.nodes if node.op == "placeholder"]
         if len(body_inputs) != len(inputs):
-            wanted = count_text(len(body_inputs), "input")
-            inputs_field.fail(f"expected {wanted} of the graph, got {len(inputs)}")
+            expected = count_text(len(body_inputs), "input")
+            inputs_field.fail(f"expected {expected} of the graph, got {len(inputs)}")
         for node, at in zip(body_inputs, inputs, strict=True):
             if node.meta["value_type"] != types[at]:
                 inputs_field.fail(

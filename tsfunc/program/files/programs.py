@@ -348,9 +348,9 @@ def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> P
         results.fail(f"expected {count_text(len(last.args[0]), 'result')}, got {tree.num_leaves}")
     state = ProgramState(state_field, context.state, more, values)
     inputs = (*(at.integer(0, 1 << 31) for at in inputs_field.items()), *state.inputs)
-    wanted = sum(node.op == "placeholder" for node in graph.nodes)
-    if wanted != len(inputs):
-        inputs_field.fail(f"expected {count_text(wanted, 'input')}, got {len(inputs)}")
+    expected = sum(node.op == "placeholder" for node in graph.nodes)
+    if expected != len(inputs):
+        inputs_field.fail(f"expected {count_text(expected, 'input')}, got {len(inputs)}")
     name = name_field.line()
     try:
         source, run = generate(name, graph, inputs, reader.lifted, state.updates)

@@ -226,14 +226,14 @@ class TensorReader:
         strides = [step.integer(0) for step in record.at("strides").items(len(shape))]
         first = record.at("first").integer(0)
         size = dtype.itemsize
-        held = memory[: len(memory) // size * size].view(dtype)
+        numbers = memory[: len(memory) // size * size].view(dtype)
         count = math.prod(shape)
         if count >= _MOST:
             record.at("shape").fail("it has too many elements")
-        if count and first + memory_span(shape, strides) > len(held):
+        if count and first + memory_span(shape, strides) > len(numbers):
             record.fail(f"it goes beyond its memory of {len(memory)} bytes")
         try:
-            return held.as_strided(shape, strides, first if count else 0)
+            return numbers.as_strided(shape, strides, first if count else 0)
         except RuntimeError as error:
             record.fail(str(error))
 

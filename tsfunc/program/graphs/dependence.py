@@ -213,8 +213,8 @@ class _OperatorCall:
         def numbers(j: int, x: _Value) -> Any:
             if not is_differentiable(x.value):
                 return x.value
-            here = _numbers(x.value).double()
-            return here + 1 if j == i else torch.zeros_like(here)
+            entries = _numbers(x.value).double()
+            return entries + 1 if j == i else torch.zeros_like(entries)
 
         from_ = self.with_tensors(numbers, position).reshape(-1).long()
         rows = from_.nonzero().squeeze(1)

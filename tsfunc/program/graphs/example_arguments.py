@@ -46,17 +46,17 @@ def arguments_for(
     return bound
 
 
-def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, int]:
+def sizes_for(dims: Mapping[str, Dim], sizes_to_try: Sequence[int] = ()) -> dict[str, int]:
     """Return a size of 2 or more for each named dim, all different if their bounds allow it.
 
     Args:
-        wanted: sizes that are preferred if the bounds allow them.
+        sizes_to_try: sizes that are preferred if the bounds allow them.
     """
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
         step = dim.multiple_of or 1
         least = -(-max(2, dim.min or 0) // step) * step
-        first = [size * step for size in wanted if size * step > least]
+        first = [size * step for size in sizes_to_try if size * step > least]
         candidates = dim.one_of or [*first, *range(least, least + _TRIED * step, step)]
         allowed = [n for n in candidates if n >= 2 and dim.admits(n)]
         fresh = [n for n in allowed if n > min(allowed) and n not in sizes.values()]

@@ -309,10 +309,10 @@ def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
 
 
 def _put_tensor(
-    root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool
+    root: torch.nn.Module, dotted_name: str, name: str, tensor: torch.Tensor, fixed: bool
 ) -> str:
     """Put a tensor into a module at a path, or under its name if the path is taken."""
-    *path, last = wanted.split(".")
+    *path, last = dotted_name.split(".")
     at = root
     for part in path:
         if not hasattr(at, part):
@@ -328,7 +328,7 @@ def _put_tensor(
         at.register_parameter(last, tensor)
     else:
         at.register_buffer(last, tensor)
-    return wanted
+    return dotted_name
 
 
 def _tensor_at(root: torch.nn.Module, path: str) -> torch.Tensor:

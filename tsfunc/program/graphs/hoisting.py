@@ -153,13 +153,13 @@ def _divide(
     results = [node for node in graph.nodes if node in hoisted and not hoisted >= set(node.users)]
     if all(node.target is operator.getitem or is_view(node) for node in hoisted):
         return None  # views cost less than a look at the counts of their tensors
-    needed = {argument for node in hoisted for argument in node.all_input_nodes} - hoisted
-    read = [index for node, index in indices.items() if node in needed]
-    lifted = {str(node.target): program.tensor(node) for node in needed if node.op == "get_attr"}
+    arguments = {argument for node in hoisted for argument in node.all_input_nodes} - hoisted
+    read = [index for node, index in indices.items() if node in arguments]
+    lifted = {str(node.target): program.tensor(node) for node in arguments if node.op == "get_attr"}
     first, rest = torch.fx.Graph(), torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
-        if node in needed or node in hoisted:
+        if node in arguments or node in hoisted:
             copies[node] = first.node_copy(node, copies.__getitem__)
     first.output(tuple([copies[node] for node in results]))
     copies = {node: rest.node_copy(node) for node in indices}

@@ -239,8 +239,8 @@ class NumbersAsTensors:
 
     def _computation(self, indices: Mapping[torch.fx.Node, int]) -> Any:
         """Return the function that computes the numbers of the tensors, then those of results."""
-        wanted = [*(node for node, _ in self._made), *self._results]
-        needed = set(wanted)
+        outputs = [*(node for node, _ in self._made), *self._results]
+        needed = set(outputs)
         for node in reversed(self._graph.nodes):
             if node in needed:
                 needed.update(node.all_input_nodes)
@@ -252,7 +252,7 @@ class NumbersAsTensors:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "placeholder":
                     places.append(indices[node])
-        graph.output(tuple([copies[node] for node in wanted]))
+        graph.output(tuple([copies[node] for node in outputs]))
         return generate("numbers", graph, places, {})[1]
 
     def _remaining(self) -> list[torch.fx.Node]:

@@ -31,9 +31,9 @@ def document(title: str, body: str, facts: Facts) -> str:
     Args:
         facts: the hints of each graph's nodes.
     """
-    here = Path(__file__)
-    style = here.with_name("page.css").read_text(encoding="utf-8")
-    script = here.with_name("page.js").read_text(encoding="utf-8")
+    module_file = Path(__file__)
+    style = module_file.with_name("page.css").read_text(encoding="utf-8")
+    script = module_file.with_name("page.js").read_text(encoding="utf-8")
     data = json.dumps(facts).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -295,16 +295,16 @@ def _middles(
     """Return the middle of each node in its row, as close to its arguments as the others allow."""
     middles: dict[torch.fx.Node, float] = {}
     for row in rows:
-        wanted = {}
+        selected = {}
         for node in row:
             above = [middles[arg] for arg in node.all_input_nodes if arg in middles]
-            wanted[node] = sum(above) / len(above) if above else 0.0
+            selected[node] = sum(above) / len(above) if above else 0.0
         edge = float("-inf")
-        for node in sorted(row, key=wanted.__getitem__):
-            middles[node] = max(wanted[node], edge + widths[node] / 2)
+        for node in sorted(row, key=selected.__getitem__):
+            middles[node] = max(selected[node], edge + widths[node] / 2)
             edge = middles[node] + widths[node] / 2 + _GAP
         if row:  # the shift to the right is averaged over the row
-            shift = sum(middles[node] - wanted[node] for node in row) / len(row)
+            shift = sum(middles[node] - selected[node] for node in row) / len(row)
             for node in row:
                 middles[node] -= shift
     return middles

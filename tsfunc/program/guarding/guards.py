@@ -167,8 +167,8 @@ class AnyNumber(ArgumentGuard):
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         finite = f"float or not {code.name(math.isfinite)}(a)"
-        held = "int" if type(self.value) is int else finite
-        return f"a = args[{self.position}]", f"if type(a) is not {held}: return None"
+        type_name = "int" if type(self.value) is int else finite
+        return f"a = args[{self.position}]", f"if type(a) is not {type_name}: return None"
 
     def texts(self, name: Names) -> Iterable[str]:
         return (f"{name(self.position)}: any {type(self.value).__name__}",)
@@ -361,13 +361,15 @@ def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> 
     field.expected("a number, a value or a tensor")
 
 
-def read_number_spec(field: Field, position: int, value: Any, taken: Collection[str]) -> NumberSpec:
+def read_number_spec(
+    field: Field, position: int, value: Any, used_names: Collection[str]
+) -> NumberSpec:
     """Return a number among the arguments that may vary within its type."""
     name = field.text(IDENTIFIER, "the name of a number")
     spec = NumberSpec(position, name, value)
     if type(value) not in (int, float) or not spec.admits(value):
         field.fail("only a number that is finite can be another one")
-    if name in taken or keyword.iskeyword(name):
+    if name in used_names or keyword.iskeyword(name):
         field.expected("another name")
     return spec
 
@@ -435,9 +437,9 @@ def _static(value: Any, code: GuardCode) -> str:
         inside = viewed_state(value)
         expression, now = inside or ("{}", copy.copy(value))
         same_contents = f"{name(same_value)}({name(now)}, {expression.format('a')})"
-        alone = hasattr(type(value), "__setitem__") or inside is not None
+        mutable = hasattr(type(value), "__setitem__") or inside is not None
         return (
-            f"if {f'a is not {name(value)} or ' if alone else ''}not {same_contents}: return None"
+            f"if {f'a is not {name(value)} or ' if mutable else ''}not {same_contents}: return None"
         )
     if has_value(type(value)):
         return f"if {differs('a', value, code)}: return None"

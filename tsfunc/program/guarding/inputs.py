@@ -146,7 +146,7 @@ def number_specs(
         undescribed: the positions of other numbers that are inputs: NOTE [automatic dynamic
             sizes].
     """
-    taken = {*(spec.name for spec in inputs), *named_dims}
+    used_names = {*(spec.name for spec in inputs), *named_dims}
     described = {} if contract is None else contract.descriptors
     specs = []
     for i, value in enumerate(flat):
@@ -154,10 +154,10 @@ def number_specs(
             continue
         name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            specs.append(NumberSpec(i, _input_name(argument_paths[i], taken), value))
+            specs.append(NumberSpec(i, _input_name(argument_paths[i], used_names), value))
         elif i in undescribed:
             specs.append(
-                NumberSpec(i, _input_name(argument_paths[i], taken), value, undescribed=True)
+                NumberSpec(i, _input_name(argument_paths[i], used_names), value, undescribed=True)
             )
     return specs
 
@@ -198,7 +198,7 @@ def tensor_inputs(
         named_dims = {name: contract.dims[name] for name in bindings.sizes}
     inputs = []
     used: set[str] = set()
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for i, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             continue
@@ -208,7 +208,7 @@ def tensor_inputs(
         dims = _dims(value, forms, named_dims)
         for dim in dims:
             used.update(dims_in(dim))
-        inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
+        inputs.append(InputSpec(i, _input_name(path, used_names), value, dims))
     return inputs, {name: dim for name, dim in named_dims.items() if name in used}
 
 
@@ -320,15 +320,15 @@ def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimF
     return parse_dim(DimExpr(text).normal)
 
 
-def _input_name(path: Sequence[Any], taken: set[str]) -> str:
+def _input_name(path: Sequence[Any], used_names: set[str]) -> str:
     """Return a name for an input in the program's source, made from its path in the arguments."""
     words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
     name = "_".join(words)
     if not name.isidentifier() or name == "args":
         name = f"arg_{name}"
-    while name in taken:
+    while name in used_names:
         name += "_"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 

@@ -105,9 +105,9 @@ class _Check:
                         f"{op.name}: expected a {argument.type} for {argument.name}, got "
                         f"{value!r}.",
                     )
-            there = {argument.name for argument, _ in arguments}
+            names = {argument.name for argument, _ in arguments}
             for argument in op.signature.arguments:
-                if argument.required and argument.name not in there:
+                if argument.required and argument.name not in names:
                     self._fail(node, f"{op.name}: expected an argument {argument.name}, got none.")
 
     def results(self, constraints: Sequence[str]) -> None:
