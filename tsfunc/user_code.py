@@ -74,6 +74,8 @@ _C_FUNCTIONS: Final = (
 _HIDDEN = (*LIBRARIES, *(str(module.__path__[0]) for module in (optree,)))
 # The package raises other classes for errors on purpose.
 _DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
+# Methods that Python calls for an attribute, which may be missing.
+_ATTRIBUTE_METHODS = ("__delattr__", "__getattr__", "__getattribute__", "__setattr__")
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
@@ -270,7 +272,6 @@ def is_installed_file(path: str) -> bool:
 # --- the calls at which tracebacks are folded
 
 _boundaries: set[CodeType] = set()
-_lookups: set[CodeType] = set()
 
 
 def folding(name: str = "", func: Any = None) -> Callable[[F], F]:
@@ -309,12 +310,6 @@ def folded_class(cls: type[C]) -> type[C]:
         elif isinstance(member, property) and member.fget is not None:
             setattr(cls, name, member.getter(folding()(member.fget)))
     return cls
-
-
-def is_lookup(method: F) -> F:
-    """Mark a ``__getattr__``: an attribute that its caller looks up may be missing."""
-    _lookups.add(inspect.unwrap(method).__code__)
-    return method
 
 
 def is_boundary(method: F) -> F:
@@ -426,10 +421,13 @@ def _is_defect(error: BaseException) -> bool:
     """True if the library itself raised an error that it never raises on purpose."""
     if not isinstance(error, _DEFECTS) or type(error).__module__.partition(".")[0] == _OWN:
         return False
-    *_, (frame, _, _) = _steps_of(error.__traceback__)
-    if frame.f_code in _lookups and frame.f_back is not None:
-        frame = frame.f_back  # it looks up the attribute
-    return _is_hidden(frame)
+    frames = [frame for frame, _, _ in _steps_of(error.__traceback__)]
+    if isinstance(error, AssertionError):  # torch's modules check their arguments by assertions
+        return frames[-1].f_code.co_filename.startswith((_OURS, GENERATED))
+    called = list(itertools.takewhile(_is_hidden, reversed(frames)))
+    if called and called[-1].f_code.co_name in _ATTRIBUTE_METHODS:
+        return False  # the user's code looked up the attribute
+    return bool(called)
 
 
 def _folded(trace: TracebackType | None) -> TracebackType | None:

@@ -363,6 +363,48 @@ def test_a_defect_of_the_library_keeps_its_frames(monkeypatch: pytest.MonkeyPatc
     assert [frame for frame in found if frame.filename.startswith(LIBRARIES)]
 
 
+class Misspelled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.wieght  # type: ignore[operator]
+
+
+class Plain:
+    weight = 2.0
+
+    def scaled(self, x: torch.Tensor) -> Any:
+        return x * self.wieght  # type: ignore[attr-defined]
+
+    def deletes(self, x: torch.Tensor) -> torch.Tensor:
+        del self.wieght  # type: ignore[attr-defined]
+        return x
+
+
+ATTENTION = torch.nn.MultiheadAttention(8, 2)
+# Functions whose error a library raises because of the user's line.
+MISTAKES: dict[str, Function] = {
+    "attribute of a module": Misspelled(),
+    "attribute of an object": Plain().scaled,
+    "deleted attribute": Plain().deletes,
+    "attribute of a tensor": lambda x: x.no_method(),
+    "attribute of torch": lambda x: torch.no_function(x),  # type: ignore[attr-defined]
+    "assertion of torch": lambda x: ATTENTION(x, x, x)[0],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "transform", [grad, vmap, specialize, checkpoint, lambda f: specialize(vmap(f))]
+)
+def test_a_mistake_that_a_library_finds_folds(name: str, transform: Function) -> None:
+    error = raised(lambda: transform(MISTAKES[name])(torch.ones(2, 4, 3)))
+    assert isinstance(error, AssertionError if "assertion" in name else AttributeError)
+    assert {frame.filename for frame in frames(error)} == {__file__}
+
+
 def test_causes_are_folded_too() -> None:
     def chained(x: torch.Tensor) -> torch.Tensor:
         try:

@@ -36,7 +36,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.ops.dims import dense_strides, memory_order
-from tsfunc.user_code import called_by_user, is_lookup, user_location
+from tsfunc.user_code import called_by_user, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -480,7 +480,6 @@ function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, metadata, stride, contiguous, offset)
 
 
-@is_lookup
 def attribute(self: Any, name: str) -> Any:
     """Look up an attribute on the argument that a traced tensor stands for."""
     guards = None if name.startswith("__") else _guards_of(self)

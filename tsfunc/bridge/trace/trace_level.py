@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.fx
@@ -271,6 +271,11 @@ class TraceTracer(Tracer):
     tracks: bool
     dispatch_level: TraceLevel
 
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one of the tracer
+
+        def __getattr__(self, name: str) -> Any:
+            return attribute(self, name)
+
     @classmethod
     def of_metadata(cls, metadata: MetadataKey, offset: Any, level: TraceLevel) -> TraceTracer:
         """Return a tracer with the metadata of a tensor without symbolic sizes."""
@@ -359,11 +364,9 @@ class TraceTracer(Tracer):
         if name in _READS and (number := self.known_number()) is not None:
             return _READS[name](number)
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_outcome(catchable=False)
-            if refused is not None:
+            if (refused := refused_outcome(catchable=False)) is not None:
                 return self._assume(not refused)
-            answer = self.dispatch_level.tensor_guards.answer(self.node)
-            if answer is not None:
+            if (answer := self.dispatch_level.tensor_guards.answer(self.node)) is not None:
                 return bool(answer)
         raise DataDependentError(data_dependent_message(name, self.dispatch_level.name))
 
@@ -384,7 +387,6 @@ class TraceTracer(Tracer):
         return f"TraceTracer({text_of(self)} of {level.name}: {self.node.name})"
 
 
-TraceTracer.__getattr__ = attribute  # type: ignore[attr-defined]
 TraceTracer.stride = stride  # type: ignore[method-assign]
 TraceTracer.is_contiguous = contiguous  # type: ignore[method-assign]
 TraceTracer.storage_offset = offset  # type: ignore[method-assign]
