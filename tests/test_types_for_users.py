@@ -138,6 +138,20 @@ def test_decorators_keep_the_parameters_of_the_function() -> None:
         other(X, power="x")  # type: ignore[arg-type]
 
 
+class Stepper:
+    rate = 0.5
+
+    @tsfunc.specialize
+    def step(self, x: Tensor) -> Tensor:
+        return self.rate * x
+
+
+def test_methods_keep_the_attributes_of_specialized_functions() -> None:
+    stepper = Stepper()
+    assert_type(stepper.step(X), Tensor)
+    assert stepper.step.cache_info().programs == 1
+
+
 def test_a_function_that_takes_anything_keeps_its_result() -> None:
     def apply(params: Any, x: Tensor) -> Tensor:
         return params["w"] * x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,15 @@ WEIGHT = torch.randn(8, 4, device="cpu")
 
 def layer(x: Tensor) -> Tensor:
     return F.softmax(F.linear(x, WEIGHT.to(x.device)).relu(), dim=-1)
+
+
+class Scale:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    @specialize
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.by
 
 
 def loss(x: Tensor) -> Tensor:
@@ -419,15 +429,15 @@ class TestForms:
         assert f(torch.ones(2)).equal(g(torch.ones(2)))
 
     def test_methods(self) -> None:
-        class Scale:
-            def __init__(self, by: float) -> None:
-                self.by = by
+        scale = Scale(3.0)
+        assert scale.apply(torch.ones(2)).equal(torch.full((2,), 3.0))
+        assert scale.apply.__name__ == "apply" and scale.apply == scale.apply
+        assert scale.apply.cache_info() == Scale.apply.cache_info()  # all instances share it
+        assert "mul(" in str(scale.apply.program)
 
-            @specialize
-            def apply(self, x: Tensor) -> Tensor:
-                return x * self.by
-
-        assert Scale(3.0).apply(torch.ones(2)).equal(torch.full((2,), 3.0))
+    def test_methods_in_a_pickle(self) -> None:
+        scale = pickle.loads(pickle.dumps(Scale(0.5).apply))
+        assert scale(torch.ones(2)).equal(torch.full((2,), 0.5))
 
     def test_least_recently_used_programs_go(self) -> None:
         f = specialize(lambda x: x, max_specializations=2)

@@ -18,9 +18,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tsfunc._text import count_text
 from tsfunc.bridge.control.axis_collectives import is_bound
@@ -473,10 +475,14 @@ class Specialized(Transformed[_Params, _Result]):
     @overload
     def __get__(self, instance: None, owner: Any) -> Specialized[_Params, _Result]: ...
     @overload
-    def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
+    def __get__(self, instance: object, owner: Any) -> Specialized[..., _Result]: ...
     def __get__(self, instance: object, owner: Any) -> Any:
+        """Return the function of an instance, which has the attributes of this object."""
         called: Any = self
-        return self if instance is None else functools.partial(called, instance)
+        if instance is None:
+            return self
+        # Dynamo traces no calls of MethodType.
+        return (functools.partial if is_dynamo_compiling() else MethodType)(called, instance)
 
     def __repr__(self) -> str:
         return f"<specialized {self.name}, {count_text(len(self.programs), 'program')}>"

@@ -162,8 +162,8 @@ def _checks_of(
 
 
 def _code(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
     return getattr(function, "__code__", function)
 
 
