@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
