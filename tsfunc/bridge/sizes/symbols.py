@@ -473,7 +473,7 @@ class Symbols:
 
     def spell_size(self, size: Any) -> str:
         """Return a size as text in the user's names."""
-        return str(size) if isinstance(size, int) else self.spell(size.node.expr)
+        return str(size) if type(size) is int else self.spell(size.node.expr)
 
     # --- numbers as nodes
 

@@ -483,7 +483,7 @@ class _Trace:
         }
         literals = literals_of(graph)
         folded = simplify(request.name, graph, outside, frozen_values)
-        nodes = list(every_node(graph))
+        nodes = every_node(graph)
         read = {str(node.target) for node in nodes if node.op == "get_attr"}
         # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}

@@ -16,7 +16,7 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -37,7 +37,7 @@ from tsfunc.bridge.tracers.operators import (
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
-from tsfunc.program.passes.effects import every_node
+from tsfunc.program.passes.effects import every_node, node_of_each_target
 from tsfunc.program.passes.owned_carries import owned_carries, without_copies
 from tsfunc.types.scope import Scope
 from tsfunc.types.values import same_value
@@ -46,7 +46,7 @@ from tsfunc.user_code import LOCATIONS, Location
 # --- python source of a graph: one line per operator, without an interpreter or modules
 
 
-_LITERALS = (int, bool, str, type(None))
+_LITERALS: Final = frozenset({int, bool, str, type(None)})
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -113,11 +113,11 @@ _SIZE: Final = torch.ops.aten.sym_size.int
 def _right_hand_side(node: torch.fx.Node, scope: Scope) -> str:
     """Return the right-hand side of a node's line."""
     target: Any = node.target
+    args, op = node.args, node.meta.get("op")
     if target is operator.getitem:
-        return f"{_spell(node.args[0], scope)}[{node.args[1]!r}]"
+        return f"{_spell(args[0], scope)}[{args[1]!r}]"
     if target is _SIZE:
-        return f"{_spell(node.args[0], scope)}.shape[{node.args[1]!r}]"
-    op, args = node.meta.get("op"), node.args
+        return f"{_spell(args[0], scope)}.shape[{args[1]!r}]"
     if op is None and target in _OPERATORS and len(args) == 2:
         left, right = (_spell(arg, scope) for arg in args)
         return f"{left} {_OPERATORS[target]} {right}"
@@ -130,7 +130,7 @@ def _right_hand_side(node: torch.fx.Node, scope: Scope) -> str:
         (args, kwargs), function = on_node, call.function
         called = scope.name(function, getattr(function, "__name__", "function"))
     elif isinstance(op, TorchOperator):
-        function = fast_function(op, node.args, node.kwargs)
+        function = fast_function(op, args, kwargs)
         sizes: Any = args[1] if op.name in METHODS_OF_SIZES else None
         if sizes and function is METHODS_OF_SIZES[op.name] and len(args) == 2:
             args = (args[0], *sizes)  # parsed faster than a list
@@ -138,32 +138,28 @@ def _right_hand_side(node: torch.fx.Node, scope: Scope) -> str:
     else:
         called = scope.name(target, getattr(target, "__name__", "function"))
     parts = [_spell(arg, scope) for arg in args]
-    parts += [f"{name}={_spell(arg, scope)}" for name, arg in kwargs.items()]
+    if kwargs:
+        parts += [f"{name}={_spell(arg, scope)}" for name, arg in kwargs.items()]
     return f"{called}({', '.join(parts)})"
 
 
 def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
-    """Return for each node the names whose last use it is."""
+    """Return the names whose last use a node is, for each node that is one."""
     seen: set[torch.fx.Node] = set()
     dropped: dict[torch.fx.Node, list[str]] = {}
     for node in reversed(graph.nodes):
         last = [arg for arg in node.all_input_nodes if arg not in seen]
-        seen.update(last)
-        if node.op != "output":
-            dropped[node] = [arg.name for arg in last if arg.op == "call_function"]
+        if last:
+            seen.update(last)
+            names = [arg.name for arg in last if arg.op == "call_function"]
+            if names and node.op != "output":
+                dropped[node] = names
     return dropped
 
 
-class Statement(NamedTuple):
-    """A statement of the source.
-
-    Attributes:
-        text: its Python, indented within the function's body.
-        node: the node that it computes; None for a statement that only deletes or opens a block.
-    """
-
-    text: str
-    node: torch.fx.Node | None = None
+# A statement's Python, indented within the function's body, and the node that it computes: None for
+# a statement that only deletes or opens a block.
+Statement = tuple[str, torch.fx.Node | None]
 
 
 def statements(
@@ -184,21 +180,21 @@ def statements(
             index = next(indices)
             if node.users:
                 quiet = False  # the inputs of a body come at their first use
-                yield Statement(f"{node.name} = args[{index}]", node)
+                yield f"{node.name} = args[{index}]", node
         elif node.op == "output":
             yield from _ending(node, updates, scope)
         elif node.op == "call_function":
             if node.meta.get("no_grad"):
                 if not quiet:
-                    yield Statement(f"with {scope.name(torch, 'torch')}.no_grad():")
+                    yield f"with {scope.name(torch, 'torch')}.no_grad():", None
                 indent, quiet = "    ", True
             else:
                 indent, quiet = "", False
             # A result without users is not held until the program ends.
             result = f"{node.name} = " if node.users else ""
-            yield Statement(f"{indent}{result}{_right_hand_side(node, scope)}", node)
-            if dropped[node]:
-                yield Statement(f"{indent}del {', '.join(dropped[node])}")
+            yield f"{indent}{result}{_right_hand_side(node, scope)}", node
+            if node in dropped:
+                yield f"{indent}del {', '.join(dropped[node])}", None
 
 
 def scope_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Scope:
@@ -232,18 +228,18 @@ def generate(
     scope = scope_of(name, graph, lifted)
     called = generated_name(name)
     written = list(statements(graph, inputs, scope, updates))
-    lines = [f"    {statement.text}\n" for statement in written]
+    lines = [f"    {text}\n" for text, _ in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
     locations = {
-        line: statement.node.meta["location"]
-        for line, statement in enumerate(written, start=2)
-        if statement.node is not None and statement.node.meta.get("location") is not None
+        line: location
+        for line, (_, node) in enumerate(written, start=2)
+        if node is not None and (location := node.meta.get("location")) is not None
     }
     objects = {**scope.objects, LOCATIONS: locations}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), objects)
     function: Callable[[Sequence[Any]], Sequence[Any]] = objects[called]
-    operators = (node.meta.get("op") for node in graph.nodes)
+    operators = {node.meta.get("op") for node in graph.nodes}
     if any(isinstance(op, TorchOperator) and op.name in BACKWARD_FORMULAS for op in operators):
         function = differentiable(function)
     meshes = {split_check(str(node.args[4]))[0] for node in every_node(graph) if node.target is MAP}
@@ -260,10 +256,9 @@ def _keeps_state(graph: torch.fx.Graph) -> bool:
 
     Then an interrupt can come between any two statements: NOTE [interrupts] in ``interrupts``.
     """
-    return not any(
-        node.op == "call_function"
-        and (node.meta.get("no_grad") or not _runs_no_python(node.target))
-        for node in graph.nodes
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return not any(node.meta.get("no_grad") for node in calls) and all(
+        _runs_no_python(node.target) for node in node_of_each_target(calls)
     )
 
 
@@ -283,10 +278,10 @@ def _ending(output: torch.fx.Node, updates: Sequence[Update], scope: Scope) -> I
     for update in updates:
         if update.buffer is not None and update.slots():
             arguments = f"args[{update.owner}], {update.buffer!r}, {spell(update.value)}"
-            yield Statement(f"{scope.name(note_assignment, 'note_assignment')}({arguments})")
+            yield f"{scope.name(note_assignment, 'note_assignment')}({arguments})", None
         for text in update.statements(f"args[{update.owner}]", spell):
-            yield Statement(f"{text}  # {update.text}")
-    yield Statement(f"return {_spell(tuple(results[:count]), scope)}", output)
+            yield f"{text}  # {update.text}", None
+    yield f"return {_spell(tuple(results[:count]), scope)}", output
 
 
 def write_bodies(op: ControlFlow) -> None:
@@ -339,17 +334,16 @@ def _lines(
         if node.op == "get_attr":
             yield f"# {node.target}: {properties[node.name]}"
     last = ""
-    for statement in statements(graph, inputs, scope_of(name, graph, lifted), updates):
-        node = statement.node
+    for text, node in statements(graph, inputs, scope_of(name, graph, lifted), updates):
         location = node.meta.get("location") if node is not None else None
         if location is not None and line_of(location) != last:
             last = line_of(location)
-            indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+            indent = text[: len(text) - len(text.lstrip())]
             yield f"{indent}# {last}"
         comment = (
             f"  # {properties[node.name]}" if node is not None and node.name in properties else ""
         )
-        yield statement.text + comment
+        yield text + comment
 
 
 def line_of(location: Location | str) -> str:

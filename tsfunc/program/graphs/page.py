@@ -116,10 +116,9 @@ def _graph(
     nodes: dict[str, dict[str, Any]] = {}
     lines = []
     last = ""
-    for statement in statements(graph, inputs, scope_of(name, graph, lifted), updates):
-        node = statement.node
+    for text, node in statements(graph, inputs, scope_of(name, graph, lifted), updates):
         if node is None:
-            lines.append(escape(statement.text))
+            lines.append(escape(text))
             continue
         location = node.meta.get("location")
         if location is not None and line_of(location) != last:
@@ -127,10 +126,10 @@ def _graph(
             lines.append(escape(f"# {last}"))
         kind = str(properties[node.name]) if node.name in properties else ""
         lines.append(
-            f'<span data-line="{escape(node.name)}">{escape(statement.text.rstrip())}'
+            f'<span data-line="{escape(node.name)}">{escape(text.rstrip())}'
             f"{escape('  # ' + kind) if kind else ''}</span>"
         )
-        entry: dict[str, Any] = {"code": statement.text.strip()}
+        entry: dict[str, Any] = {"code": text.strip()}
         if kind:
             entry["type"] = kind
         if location is not None:

@@ -24,13 +24,23 @@ from tsfunc.bridge.tracers.operators import (
 # --- the nodes of a graph
 
 
-def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """Yield the nodes of a graph, and those of the bodies in it."""
-    for node in graph.nodes:
-        yield node
+def every_node(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the nodes of a graph, and those of the bodies in it, each body's after its call."""
+    nodes = list(graph.nodes)
+    if not any(issubclass(kind, ControlFlow) for kind in {type(node.target) for node in nodes}):
+        return nodes
+    every: list[torch.fx.Node] = []
+    for node in nodes:
+        every.append(node)
         if isinstance(node.target, ControlFlow):
             for body in node.target.bodies:
-                yield from every_node(body.graph)
+                every += every_node(body.graph)
+    return every
+
+
+def node_of_each_target(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Return one node for each target: a graph has fewer targets than nodes."""
+    return list({id(node.target): node for node in nodes}.values())
 
 
 # --- effects of a graph's nodes: writes, random numbers, checks and communication

@@ -40,6 +40,7 @@ from tsfunc.program.passes.effects import (
     is_pure,
     is_random,
     is_view,
+    node_of_each_target,
     writes,
     written,
 )
@@ -122,18 +123,21 @@ def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
         if "call" in node.meta:  # a class's handler gets this call
             continue
         name = op.packet
-        if name not in _ITSELF and name not in _EQUAL:
+        keeps_value = _ITSELF.get(name) or _EQUAL.get(name)
+        if keeps_value is None:
             continue
         arguments = {
             argument.name: value for argument, value in op.signature.bind(node.args, node.kwargs)
         }
         source = next(iter(arguments.values()), None)
-        if not isinstance(source, torch.fx.Node) or not _same_metadata(source, node):
+        if (
+            not isinstance(source, torch.fx.Node)
+            or not isinstance(source.meta.get("val"), torch.Tensor)
+            or not keeps_value(arguments, source)
+            or not _same_metadata(source, node)
+        ):
             continue
-        if name in _ITSELF:
-            if _ITSELF[name](arguments, source):
-                aliases.replace(node, source)
-        elif _EQUAL[name](arguments, source) and not (
+        if name in _ITSELF or not (
             aliases.escapes(node)
             or aliases.is_written(node)
             or aliases.is_written(source)
@@ -144,8 +148,8 @@ def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
 
 def _same_metadata(source: torch.fx.Node, node: torch.fx.Node) -> bool:
     """True if two values have the same dtype, device, shape, layout and lazy bits."""
-    a, b = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+    a, b = source.meta["val"], node.meta.get("val")
+    if not isinstance(b, torch.Tensor):
         return False
     return (
         (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
@@ -286,7 +290,7 @@ def _key_of_call(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
             none was written to.
     """
     quiet = node.meta.get("no_grad", False)
-    args = tuple([arg if isinstance(arg, torch.fx.Node) else _frozen(arg) for arg in node.args])
+    args = tuple([_frozen(arg) for arg in node.args])
     kwargs = node.kwargs
     called, op = node.target, node.meta.get("op")
     if op is not None and op.overload is called:
@@ -297,16 +301,19 @@ def _key_of_call(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
 _SEQUENCES: Final = (list, tuple)
 
 
+_NUMBERS: Final = (int, float, complex)
+
+
 def _frozen(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return value
+    if isinstance(value, _NUMBERS):  # 1, 1.0 and True are equal but different; so are 0.0 and -0.0
+        return type(value).__name__, repr(value)
     if isinstance(value, _SEQUENCES):
         return ("list", *[_frozen(item) for item in value])
     if isinstance(value, dict):
         return tuple([(name, _frozen(item)) for name, item in value.items()])
-    # 1, 1.0 and True are equal but different arguments; so are 0.0 and -0.0.
-    numbers = int | float | complex
-    return (type(value).__name__, repr(value)) if isinstance(value, numbers) else value
+    return value
 
 
 # --- constant folding: values that depend on no input are computed once, when the program is made
@@ -528,7 +535,7 @@ def simplify(
 
     if verification_is_on():
         verify(graph, lifted, f"{name} as traced")
-    nodes = list(every_node(graph))
+    nodes = node_of_each_target(every_node(graph))
     views, exchanges = any(map(is_view, nodes)), any(map(communicates, nodes))
     run(free_layouts)
     run(normalize_slice_ends)
