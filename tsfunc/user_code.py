@@ -118,9 +118,14 @@ def is_user_frame(frame: FrameType) -> bool:
 _of_library: dict[Any, bool] = {}  # by names of modules, as they are found
 
 
-def user_frame() -> FrameType:
-    """Return the innermost frame outside this package and torch; else the outermost frame."""
-    frame, of_library = sys._getframe(1), _of_library
+def user_frame(skip: int = 0) -> FrameType:
+    """Return the innermost frame outside this package and torch; else the outermost frame.
+
+    Args:
+        skip: the number of innermost frames, beginning with the caller's, that are not looked at
+            because they are this package's.
+    """
+    frame, of_library = sys._getframe(1 + skip), _of_library
     while (back := frame.f_back) is not None:
         # A trace comes here for every operator, below ten frames of libraries.
         if not of_library.get(frame.f_globals.get("__name__")) and is_user_frame(frame):
@@ -158,9 +163,13 @@ def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -
     return package_of(frame) != _OWN
 
 
-def user_location() -> Location:
-    """Return the line of the user's code that runs now."""
-    frame = user_frame()
+def user_location(skip: int = 0) -> Location:
+    """Return the line of the user's code that runs now.
+
+    Args:
+        skip: the number of the callers, beginning with the direct one, that are this package's.
+    """
+    frame = user_frame(skip + 1)
     return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 

@@ -89,6 +89,25 @@ def _arguments_of_nodes() -> None:
 
 
 @entry(
+    "Names of nodes of graphs",
+    """torch.fx.graph._Namespace Graph._graph_namespace
+    GraphNames._base_count GraphNames._used_names""",
+    use="A trace names a node without the regular expressions of torch.fx.",
+    stand_in="The names that torch.fx.Graph gives.",
+    risk=Risk.LOW,
+)
+def _names_of_nodes() -> None:
+    from tsfunc.bridge.trace.node_names import named_graph
+
+    wanted = ["x", "x", "x_2", "x", "x_1", "sum", "sum", "x_1"]
+    names = [
+        [graph.create_node("call_function", torch.sin, name=name).name for name in wanted]
+        for graph in (torch.fx.Graph(), named_graph())
+    ]
+    expect(names[0] == names[1], "the names that torch.fx gives")
+
+
+@entry(
     "Symbolic sizes",
     """torch._guards.Source torch.fx.experimental._config
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size

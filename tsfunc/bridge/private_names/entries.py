@@ -130,6 +130,8 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "FSDPModule": lambda: importlib.import_module("torch.distributed.fsdp").FSDPModule,
     "FSDPState": lambda: sharding_state(),
     "Generator": lambda: torch.Generator(),
+    "Graph": lambda: torch.fx.Graph(),
+    "GraphNames": lambda: torch.fx.graph._Namespace(),
     "GraphNode": lambda: torch.fx.Graph().placeholder("x"),
     "Module": lambda: torch.nn.Identity(),
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,

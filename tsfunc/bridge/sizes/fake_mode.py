@@ -77,6 +77,8 @@ from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import in_public_call
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_make_subclass = torch.Tensor._make_subclass
+_ATTRIBUTES: Final = "tsfunc_attributes"  # the attribute of a mode with those of its tensors
 
 # The mode makes a new tensor, and the kernel returns its argument.
 _ONLY_IN_THE_MODE: Final = frozenset({"aten::lift_fresh"})
@@ -153,18 +155,17 @@ def as_fake(fake: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> t
     FakeTensor's own constructor sets twenty attributes, one by one, to the same values for every
     tensor of a mode. It runs once for each device, and further tensors get copies of these.
     """
-    attributes_by_device: dict[torch.device, dict[str, Any]] = fake.__dict__.setdefault(
-        "tsfunc_attributes", {}
-    )
-    attributes = attributes_by_device.get(device)
+    state = fake.__dict__  # the attributes of a LazyFakeMode are slower to read
+    by_device: dict[torch.device, dict[str, Any]] = state.setdefault(_ATTRIBUTES, {})
+    attributes = by_device.get(device)
     if attributes is None:
         with in_kernel_invocation_manager(fake):
             sample = FakeTensor(fake, torch.empty(0, device=_META), device)
-        attributes = attributes_by_device[device] = dict(sample.__dict__)
-    tensor = torch.Tensor._make_subclass(
+        attributes = by_device[device] = dict(sample.__dict__)
+    tensor = _make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    if fake._allow_unsafe_data_ptr_access:
+    if state["_allow_unsafe_data_ptr_access"]:
         _set_warn_deprecated_on_mutable_data_ptr(tensor)
     else:
         _set_throw_on_mutable_data_ptr(tensor)

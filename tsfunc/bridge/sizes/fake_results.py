@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -193,7 +194,8 @@ class MetadataKey(NamedTuple):
     is_neg: bool
 
 
-class _Result(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Result:
     """The description of a result.
 
     Attributes:

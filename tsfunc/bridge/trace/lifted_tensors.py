@@ -212,7 +212,10 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def _is_active(trace: TraceLevel) -> bool:
     """True if the running code is recorded by a trace, or by the body of control flow in it."""
-    return any(isinstance(x, TraceLevel) and x.depth >= trace.depth for x in tls.state.levels)
+    for level in tls.state.levels:  # a trace asks this at every call
+        if level is trace or (isinstance(level, TraceLevel) and level.depth >= trace.depth):
+            return True
+    return False
 
 
 class Lifting(UserCode):

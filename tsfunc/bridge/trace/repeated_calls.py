@@ -45,7 +45,7 @@ from tsfunc.bridge.sizes.fake_results import (
 )
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.operators import C_FUNCTIONS, TorchOperator, objects_in, operator_of
-from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes, set_grad_mode
+from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
@@ -83,7 +83,8 @@ class RepeatedCall(NamedTuple):
 
     Attributes:
         args, kwargs: its arguments, with an ``_Operand`` for each tensor.
-        positions: the positions of these tensors among the call's.
+        filled: the indices of the arguments in ``args`` that have tensors.
+        positions: the positions of all these tensors among the call's.
         results: the metadata of its results.
         container: makes the function's results of the operator's; None for a single tensor.
     """
@@ -91,6 +92,7 @@ class RepeatedCall(NamedTuple):
     op: TorchOperator
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    filled: Sequence[int]
     positions: Sequence[int]
     results: CachedResults
     container: Callable[[Any], Any] | None
@@ -171,6 +173,7 @@ class RepeatedCalls:
             or state.remap_args is not None
             or self._bodies
             or level.restores
+            or level.torch_state.in_modes
             or not level.alive
             or not state.mask & level.key_bit
             or _functorch.maybe_current_level() is not None
@@ -260,27 +263,29 @@ class RepeatedCalls:
                 described = self._results.described(values, [x.value for x in operands])
         except IncompleteMetadataError:
             return None
+        filled = [i for i, arg in enumerate(arguments) if any(objects_in(_Operand, arg))]
         used = sorted(
             {item.position for item in objects_in(_Operand, (*arguments, *named.values()))}
         )
-        return RepeatedCall(op, arguments, named, used, described, container)
+        return RepeatedCall(op, arguments, named, filled, used, described, container)
 
     def _repeat(self, recorded: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
         """Record a call that repeats an earlier one, and return its results.
 
         The dispatch handler restores the grad mode of the level, as it restores the rest of
-        torch's state. The function handler is in that mode: levels inside have restored it.
+        torch's state. The function handler is in that mode, since levels inside have restored it,
+        and it is outside of autocast and inference mode.
         """
         level = self._level
-        op, args, kwargs, positions, described, container = recorded
+        op, args, kwargs, filled, positions, described, container = recorded
         nodes = [x.node for x in operands]
-        arguments = [_filled(arg, nodes) for arg in args]
-        named = {name: _filled(arg, nodes) for name, arg in kwargs.items()} if kwargs else {}
-        tracks = any(operands[i].tracks for i in positions)
-        mode = torch.is_grad_enabled()
-        with level.guard(), DisableTorchFunction():
-            if not dispatched:
-                set_grad_mode(mode)
+        arguments = [*args]
+        for i in filled:
+            arguments[i] = _filled(args[i], nodes)
+        named = {name: _filled(arg, nodes) for name, arg in kwargs.items()} if kwargs else kwargs
+        tracks = True in [operands[i].tracks for i in positions]
+        guard = level.guard() if dispatched else level.torch_state.keys()
+        with guard, DisableTorchFunction():
             values = self._results.made(described, [x.value for x in operands])
             node, out = self._record(op, arguments, named, values, tracks, level)
         if self._watched is not None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.fx
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _functorch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,6 +32,7 @@ from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, s
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.trace.node_names import name_of, named_graph
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
 from tsfunc.bridge.trace.repeated_draws import draw_once
@@ -123,7 +124,7 @@ class TraceLevel(TracerLevel):
         self.backward_passes: BackwardHandler | None = None
         self.failing: list[Callable[[BaseException], None]] = []
         self.for_torch = False
-        self.graph = torch.fx.Graph()
+        self.graph = named_graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
         self.results = FakeCache(self.fake)
@@ -160,14 +161,19 @@ class TraceLevel(TracerLevel):
                 return torch._neg_view(tensor) if sample.is_neg() else tensor
 
     def record(
-        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None, callers: int = 1
     ) -> torch.fx.Node:
-        """Record a call in the graph, with the user's line."""
+        """Record a call in the graph, with the user's line.
+
+        Args:
+            callers: the number of the callers, beginning with the direct one, that are this
+                package's.
+        """
         # Graph.call_function derives the name from the target, and both functions look for symbolic
         # numbers in the arguments. Node's setters of arguments look up the node by its target.
-        node = self.graph.create_node("call_function", target, name=_name_of(target))
+        node = self.graph.create_node("call_function", target, name=name_of(target))
         node._update_args_kwargs(tuple(args), kwargs or {})
-        node.meta["location"] = self.lines.here()[0]
+        node.meta["location"] = self.lines.here(1 + callers)[0]
         return node
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
@@ -235,20 +241,6 @@ class TraceLevel(TracerLevel):
 def current_trace() -> TraceLevel | None:
     """Return the trace, or the body, that records the current code; None outside of traces."""
     return current_level(TraceLevel)
-
-
-_names: dict[int, str] = {}  # by the ids of overloads, which live as long as torch
-
-
-def _name_of(target: Callable[..., Any]) -> str | None:
-    """Return the name that torch.fx would give the first call of an overload; else None."""
-    if not isinstance(target, OpOverload):
-        return None
-    name = _names.get(id(target))
-    if name is None:
-        operator_of(target)  # keeps the overload alive
-        name = _names[id(target)] = torch.fx.Graph().call_function(target).name
-    return name
 
 
 # The types of the numbers that methods read.
@@ -468,10 +460,13 @@ def record_on_nodes(
     return node, _traced(results, node, level, tracks and any_tracks)
 
 
+_CALLERS: Final = 5  # the functions of this package between a call of torch and `level.record`
+
+
 def _record_node(
     op: TorchOperator, args: Args, kwargs: Kwargs, tracks: bool, level: TraceLevel
 ) -> torch.fx.Node:
-    node = level.record(op.overload, args, kwargs)
+    node = level.record(op.overload, args, kwargs, _CALLERS)
     node.meta["op"] = op
     if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
         node.meta["no_grad"] = True

@@ -157,12 +157,16 @@ class UserLines:
         self._numbers: list[int] = []
         self._locations: list[Location] = []
 
-    def here(self) -> tuple[Location, bool]:
-        """Return the line, and True if the call belongs to its backward pass."""
+    def here(self, skip: int = 0) -> tuple[Location, bool]:
+        """Return the line, and True if the call belongs to its backward pass.
+
+        Args:
+            skip: the number of the callers, beginning with the direct one, that are this package's.
+        """
         node = _current_autograd_node()
         location = self._of(node._sequence_nr()) if node is not None else None
         backward = location is not None
-        location = location or user_location()
+        location = location or user_location(skip + 1)
         number = _autograd._get_sequence_nr()
         # An autograd thread has a counter of its own.
         if not self._numbers or number > self._numbers[-1]:

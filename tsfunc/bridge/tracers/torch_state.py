@@ -226,6 +226,11 @@ class TorchState:
     def __call__(self) -> RestoredTorchState:
         return RestoredTorchState(self)
 
+    def keys(self) -> AbstractContextManager[Any]:
+        """Context manager: restore the captured sets as they are, and not grad mode."""
+        guard: AbstractContextManager[Any] = _ForceDispatchKeyGuard(self.include, self.exclude)
+        return guard
+
 
 def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
     """Return the sets as torch changes them when it enters inference mode."""
