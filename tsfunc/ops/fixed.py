@@ -115,12 +115,19 @@ def product_of_ranks(first: int, second: int) -> Rule:
         if logical_rank(x, p) != first or logical_rank(y, q) != second:
             return raise_as_one_example(op, bdims, args, kwargs)
         _check_dtypes(op, bdims, args, kwargs)
-        try:
-            return logical_matmul(x, p, y, q)
-        except RuntimeError:
-            return sparse.sparse_product(x, p, y, q)
+        return _dense_or_sparse_product(x, p, y, q)
 
     return rule
+
+
+def _dense_or_sparse_product(
+    x: Tensor, p: int | None, y: Tensor, q: int | None
+) -> tuple[Tensor, int | None]:
+    """Multiply by ``matmul``, or by a sparse product if that refuses the layouts."""
+    try:
+        return logical_matmul(x, p, y, q)
+    except RuntimeError:
+        return sparse.sparse_product(x, p, y, q)
 
 
 rows(product_of_ranks(2, 2), "aten::mm")
@@ -156,10 +163,7 @@ def matmul(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
     if x.dim() == (p is not None) or y.dim() == (q is not None):
         return raise_as_one_example(op, bdims, args, kwargs)
     _check_dtypes(op, bdims, args, kwargs)
-    try:
-        return logical_matmul(x, p, y, q)
-    except RuntimeError:
-        return sparse.sparse_product(x, p, y, q)
+    return _dense_or_sparse_product(x, p, y, q)
 
 
 @row("aten::vdot")

@@ -14,13 +14,13 @@ from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.errors import DescriptorError
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, abstract_eval
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import MetaTensorType
+from tsfunc.types.meta import sizes_and_dtype
 from tsfunc.user_code import folding, name_of
 
 
@@ -141,13 +141,8 @@ def _sample(label: str, leaf: Any) -> Any:
     """Return a placeholder tensor for a description; return other leaves unchanged."""
     if not isinstance(leaf, MetaTensorType):
         return leaf
-    if leaf.dtype is None or leaf.shape is None or not all(isinstance(n, int) for n in leaf.shape):
-        raise DescriptorError(
-            f"{label}: expected a description with a dtype and fixed sizes, such as "
-            f"MetaTensorType([3, 4], dtype=torch.float32), got {leaf!r}."
-        )
-    sizes = [n for n in leaf.shape if isinstance(n, int)]
-    return placeholder(sizes, leaf.dtype, leaf.device or torch.device("cpu"))
+    sizes, dtype = sizes_and_dtype(label, leaf)
+    return placeholder(sizes, dtype, leaf.device or torch.device("cpu"))
 
 
 def _request(

@@ -12,11 +12,11 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.errors import DescriptorError
 from tsfunc.transforms.argnums import flatten_output
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, run_recorded
 from tsfunc.types import MetaTensorType
+from tsfunc.types.meta import sizes_and_dtype
 from tsfunc.user_code import folding, name_of
 
 _Tree = TypeVar("_Tree")
@@ -142,14 +142,8 @@ def _zeros(label: str, leaf: Any) -> torch.Tensor:
         raise ValueError(
             f"{label}: expected tensors or MetaTensorTypes as primals, got {type(leaf).__name__}."
         )
-    shape = leaf.shape
-    if leaf.dtype is None or shape is None or not all(isinstance(n, int) for n in shape):
-        raise DescriptorError(
-            f"{label}: expected a description with a dtype and fixed sizes, such as "
-            f"MetaTensorType([3, 4], dtype=torch.float32), got {leaf!r}."
-        )
-    sizes: list[Any] = list(shape)
-    return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
+    sizes, dtype = sizes_and_dtype(label, leaf)
+    return torch.zeros(sizes, dtype=dtype, device=leaf.device)
 
 
 def _check_linear(label: str, recorded: RecordedRun) -> None:

@@ -80,9 +80,14 @@ def class_type(cls: type) -> Descriptor:
     has_fields = dataclasses.is_dataclass(cls) and bool(dataclasses.fields(cls))
     if has_fields or optree.is_namedtuple_class(cls):
         return TSFields(cls, (), ())
+    return nominal_or_custom(cls)
+
+
+def nominal_or_custom(cls: type) -> Descriptor:
+    """Return the nominal type of a class; an enum that breaks the rules is a custom class."""
     try:
         return nominal_type(cls)
-    except AnnotationError:  # an enum that breaks the rules: its members are plain objects
+    except AnnotationError:
         return TSCustomClass(cls)
 
 

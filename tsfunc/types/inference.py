@@ -10,7 +10,7 @@ import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.types.base import TSAllType, TSType
-from tsfunc.types.classes import BUILTIN_CLASSES, nominal_type
+from tsfunc.types.classes import BUILTIN_CLASSES, nominal_or_custom
 from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, is_key_type
 from tsfunc.types.futures import TSFuture, TSRRef
 from tsfunc.types.lattice import join_parts
@@ -115,10 +115,7 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
     builtin = next((base for base in cls.__mro__ if base in BUILTIN_CLASSES), None)
     if builtin is not None and not isinstance(value, torch.nn.Module):
         return TSBuiltinClass(builtin)
-    try:
-        return nominal_type(cls)
-    except AnnotationError:  # an enum that breaks the rules: its members are plain objects
-        return TSCustomClass(cls)
+    return nominal_or_custom(cls)
 
 
 def _held(future: Any, tensor: _DESCRIBED) -> TSType:

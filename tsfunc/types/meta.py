@@ -503,3 +503,18 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
         meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
         layout=meta.layout, strides=strides, memory_format=meta.memory_format,
     )  # fmt: skip
+
+
+def sizes_and_dtype(label: str, meta: MetaTensorType) -> tuple[list[int], torch.dtype]:
+    """Return the sizes and the dtype of a description.
+
+    Raises:
+        DescriptorError: a size or the dtype is open.
+    """
+    sizes = [n for n in meta.shape or () if isinstance(n, int)]
+    if meta.dtype is None or meta.shape is None or len(sizes) < len(meta.shape):
+        raise DescriptorError(
+            f"{label}: expected a description with a dtype and fixed sizes, such as "
+            f"MetaTensorType([3, 4], dtype=torch.float32), got {meta!r}."
+        )
+    return sizes, meta.dtype

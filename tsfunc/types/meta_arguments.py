@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -172,13 +173,12 @@ def _memory_format(memory_format: object) -> torch.memory_format | None:
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
+_memory_of = operator.itemgetter("shape", "strides", "memory_format")
+
+
 def _require_one_memory(attributes: Mapping[str, Any]) -> None:
     """Raise unless strides and memory format fit the shape and the layout."""
-    shape, strides, memory_format = (
-        attributes["shape"],
-        attributes["strides"],
-        attributes["memory_format"],
-    )
+    shape, strides, memory_format = _memory_of(attributes)
     name = "strides" if strides is not None else "memory_format"
     order = attributes[name]
     if order is None:
@@ -206,11 +206,7 @@ def _require_one_memory(attributes: Mapping[str, Any]) -> None:
 
 def _require_some_strides(attributes: Mapping[str, Any]) -> None:
     """Raise unless numeric strides fit the memory format."""
-    shape, strides, memory_format = (
-        attributes["shape"],
-        attributes["strides"],
-        attributes["memory_format"],
-    )
+    shape, strides, memory_format = _memory_of(attributes)
     if memory_format is None or shape is None or strides is None:
         return
     if not all(isinstance(entry, int) for entry in (*shape, *strides)):

@@ -458,10 +458,14 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
-@contextmanager
-def preserve_dispatch_keys() -> Iterator[None]:
+def preserve_dispatch_keys() -> AbstractContextManager[None]:
     """Context manager: restore the thread's dispatch keys, whatever the block raises."""
-    include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    return _with_dispatch_keys(_dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set())
+
+
+@contextmanager
+def _with_dispatch_keys(include: DispatchKeySet, exclude: DispatchKeySet) -> Iterator[None]:
+    """Context manager: the thread includes and excludes these keys of torch."""
     with _ForceDispatchKeyGuard(include, exclude):
         try:
             yield
@@ -481,12 +485,8 @@ def outside_all_transforms() -> Iterator[None]:
     with outside_functorch(), outside_all_levels():
         include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
         exclude = _dispatch_tls_local_exclude_set().remove(TorchKey.Python)
-        with _ForceDispatchKeyGuard(include, exclude):
-            try:
-                yield
-            except BaseException as error:
-                release_guards(error)
-                raise
+        with _with_dispatch_keys(include, exclude):
+            yield
 
 
 @contextmanager

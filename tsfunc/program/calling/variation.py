@@ -74,15 +74,28 @@ def varying(
         numbers: the numbers of the call that can become inputs.
         needed: the names of numbers that stay constants.
     """
-    seen: dict[Names, set[tuple[Any, ...]]] = {}
+    often = [
+        names - needed
+        for names, calls in _calls_by_difference(facts, history, sizes, numbers).items()
+        if not any(is_special(facts[name]) for name in names - needed)
+        and len({tuple(others[name] for name in names) for others in calls}) >= AFTER
+    ]
+    return min(filter(None, often), key=len, default=frozenset())
+
+
+def _calls_by_difference(
+    facts: Facts,
+    history: Iterable[Facts],
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+) -> dict[Names, list[Facts]]:
+    """Return the calls that differ from one call only in values that may vary, by their names."""
+    calls: dict[Names, list[Facts]] = {}
     for others in history:
         names = differing(facts, others)
-        if not names or not all(_may_vary(name, facts, others, sizes, numbers) for name in names):
-            continue
-        if not any(is_special(facts[name]) for name in names if name not in needed):
-            seen.setdefault(frozenset(names), set()).add(tuple(others[name] for name in names))
-    often = [names - needed for names, others in seen.items() if len(others) >= AFTER]
-    return min(filter(None, often), key=len, default=frozenset())
+        if names and all(_may_vary(name, facts, others, sizes, numbers) for name in names):
+            calls.setdefault(frozenset(names), []).append(others)
+    return calls
 
 
 def is_special(value: int | float) -> bool:
@@ -101,11 +114,7 @@ def seen_values(
     A value counts if enough calls differ from this one in it and in the same other values. The
     arguments are those of :func:`varying`; the values are in the order of ``history``.
     """
-    calls: dict[Names, list[Facts]] = {}
-    for others in history:
-        names = differing(facts, others)
-        if names and all(_may_vary(name, facts, others, sizes, numbers) for name in names):
-            calls.setdefault(frozenset(names), []).append(others)
+    calls = _calls_by_difference(facts, history, sizes, numbers)
     seen: dict[str, list[Any]] = {}
     for group, earlier in calls.items():
         for name in (name for name in facts if name in group):
