@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.errors import ExportError, FileFormatError, MalformedProgramError, UnknownOperatorError
 from tsfunc.ops.catalogue import counts
-from tsfunc.ops.catalogue.lookup import overloads_of
+from tsfunc.ops.catalogue.lookup import overload_names
 from tsfunc.rage.event_recorder import folder_of_files
 from tsfunc.transforms.specialize import load
 from tsfunc.transforms.specialized import LoadedFunction
@@ -238,7 +238,7 @@ def _one_operator(name: str) -> None:
     try:
         entry = ops.lookup(name if "::" in name else f"aten::{name}")
     except UnknownOperatorError as error:
-        overloads = overloads_of(name if "::" in name else f"aten::{name}")
+        overloads = overload_names(name if "::" in name else f"aten::{name}")
         if not overloads:
             _fail(str(error))
         entries = [ops.lookup(overload) for overload in overloads]

@@ -41,7 +41,7 @@ from tsfunc.program.closure.closure_guards import (
     TypeOf,
 )
 from tsfunc.program.closure.guard_codegen import SettingsAre, differs
-from tsfunc.program.closure.refused_values import differences
+from tsfunc.program.closure.refused_values import refused_values
 from tsfunc.program.guard import Guard, GuardCode, Source
 from tsfunc.types.values import same_value
 
@@ -114,7 +114,7 @@ def test_a_refused_call_is_told_by_name_from_the_traced_one(number: int) -> None
     for args in refused:
         if isinstance(guards[0], LengthIs | ResultIs) and isinstance(args[0], int):
             continue  # the guard on its type precedes those on its elements
-        found = differences(ClosureGuards(list(guards)), now(), args)
+        found = refused_values(ClosureGuards(list(guards)), now(), args)
         assert found and all(name and one is not other for name, (one, other) in found.items())
 
 

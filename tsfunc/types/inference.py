@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.errors import TypeCheckError
 from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.classes import BUILTIN_CLASSES, nominal_or_custom
 from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, is_key_type

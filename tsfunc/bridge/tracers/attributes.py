@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 
-from tsfunc.bridge.tracers.backward import backward
+from tsfunc.bridge.tracers.backward import handle_backward
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
@@ -154,7 +154,7 @@ function_rules.add(
 
 # The methods among these that only read properties, and those that do not need data.
 OF_TYPES = frozenset({metadata, read_from_value})
-PROPERTY_METHODS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
+PROPERTY_METHODS = OF_TYPES | {_show, _require_grad, handle_backward, _make_dual}
 
 
 def _property(name: str) -> property:

@@ -29,7 +29,7 @@ _FUNCTION: Final = torch.autograd.backward
 _GRAD: Final = torch.autograd.grad
 
 
-def backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def handle_backward(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
@@ -192,6 +192,6 @@ def _refuse_use_in_backward(name: str) -> str:
 
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, backward, _METHOD, _FUNCTION)
+function_rules.add(Stage.METHOD, handle_backward, _METHOD, _FUNCTION)
 function_rules.add(Stage.METHOD, _grad, _GRAD)
 function_rules.add(Stage.METHOD, _retain_grad, torch.Tensor.retain_grad)

@@ -104,14 +104,14 @@ def _outside_of_the_table(name: str) -> Line | None:
     return _found[name]
 
 
-def overloads_of(name: str) -> list[str]:
+def overload_names(name: str) -> list[str]:
     """Return the names of an operator's overloads; an empty list for an unknown operator."""
     return sorted(signature.name for signature in reader().overloads(name))
 
 
 def _unknown(operator: Any, name: str) -> str:
     start = f"lookup({operator!r}): torch has no operator of this name."
-    overloads = overloads_of(name)
+    overloads = overload_names(name)
     if overloads:
         return f"{start} It has these overloads: {', '.join(overloads)}."
     every = reader().names("")

@@ -31,7 +31,7 @@ from tsfunc.program.closure.guard_codegen import (
     key_orders,
     unflatten_function,
 )
-from tsfunc.program.closure.refused_values import differences
+from tsfunc.program.closure.refused_values import refused_values
 from tsfunc.program.guard import Guard
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import Facts
@@ -320,7 +320,7 @@ class CachedProgram:
         holds = ClosureGuards().function(spec.settings, lines, scope.objects)
         if reads is None or holds(flat) is None:
             return None
-        return differences(reads, spec.settings, flat)
+        return refused_values(reads, spec.settings, flat)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``call_guard``, for arguments in any pytree containers."""

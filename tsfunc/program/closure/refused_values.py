@@ -19,7 +19,7 @@ from tsfunc.types.values import same_value
 _SHOWN = 8  # the number of refusing guards that are named
 
 
-def differences(
+def refused_values(
     reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]
 ) -> dict[str, tuple[Any, Any]] | None:
     """Return the values that a call reads and the guards refuse.
