@@ -123,7 +123,7 @@ class TestRage:
     def test_the_list(self) -> None:
         lines = cells(run("rage", "--list"))
         assert [line[0] for line in lines] == ["run", "1", "2"]
-        assert lines[1][-4:] == ["1", "events,", "0", "refusals"]
+        assert lines[1][-4:] == ["1", "event,", "0", "refusals"]
 
     def test_into_a_file(self, tmp_path: Path) -> None:
         assert run("rage", "--output", str(tmp_path / "bundle.md")) == ""
