@@ -39,6 +39,7 @@ from tsfunc.program.closure.closure_guards import (
     TensorConstant,
     TensorInput,
     TypeOf,
+    ValueGuard,
 )
 from tsfunc.program.closure.guard_codegen import SettingsAre, differs
 from tsfunc.program.closure.refused_values import refused_values
@@ -123,7 +124,8 @@ def test_every_kind_has_a_case() -> None:
         each for each in vars(closure_guards).values()
         if isinstance(each, type) and issubclass(each, Guard)
     }  # fmt: skip
-    assert kinds - {Guard, SourceGuard} == {type(guard) for guards, *_ in CASES for guard in guards}
+    of_cases = {type(guard) for guards, *_ in CASES for guard in guards}
+    assert kinds - {Guard, SourceGuard, ValueGuard} == of_cases
 
 
 class _Float(float):

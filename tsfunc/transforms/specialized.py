@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import io
 import os
 import sys
@@ -44,7 +43,14 @@ from tsfunc.errors import (
     UnboundAxisError,
 )
 from tsfunc.program import Program
-from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining, Target
+from tsfunc.program.calling.cache import (
+    Cache,
+    CachedProgram,
+    CacheInfo,
+    NeedsInlining,
+    Target,
+    hoisted_names,
+)
 from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.calling.user_assertions import raise_user_assertion
@@ -118,7 +124,7 @@ class Specialized(Transformed[_Params, _Result]):
 
             compiler = resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
-        hoisted = _checked_names(hoist, self.name, signature)
+        hoisted = hoisted_names(hoist, self.name, signature)
         self.target = Target(
             func, self.name, signature, contracts, closure, compiler, named, hoisted
         )
@@ -486,26 +492,6 @@ class Specialized(Transformed[_Params, _Result]):
 
     def __repr__(self) -> str:
         return f"<specialized {self.name}, {count_text(len(self.programs), 'program')}>"
-
-
-def _checked_names(
-    hoist: bool | Collection[str], name: str, signature: inspect.Signature
-) -> bool | Collection[str]:
-    """Return ``hoist``, with a single name as a tuple.
-
-    Raises:
-        ValueError: it is not a bool or names of parameters.
-    """
-    if isinstance(hoist, bool):
-        return hoist
-    names = tuple(hoist) if isinstance(hoist, list | tuple | set | frozenset) else (hoist,)
-    unknown = [other for other in names if other not in signature.parameters]
-    if unknown:
-        raise ValueError(
-            f"specialize({name}): hoist= expected True, False or names of parameters "
-            f"({', '.join(signature.parameters)}), got {unknown[0]!r}."
-        )
-    return names
 
 
 class LoadedFunction(Specialized[..., Any]):

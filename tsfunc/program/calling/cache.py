@@ -163,6 +163,26 @@ class Target:
         return None, None
 
 
+def hoisted_names(
+    hoist: bool | Collection[str], name: str, signature: inspect.Signature
+) -> bool | Collection[str]:
+    """Return ``hoist``, with a single name as a tuple.
+
+    Raises:
+        ValueError: it is not a bool or names of parameters.
+    """
+    if isinstance(hoist, bool):
+        return hoist
+    names = tuple(hoist) if isinstance(hoist, list | tuple | set | frozenset) else (hoist,)
+    unknown = [other for other in names if other not in signature.parameters]
+    if unknown:
+        raise ValueError(
+            f"specialize({name}): hoist= expected True, False or names of parameters "
+            f"({', '.join(signature.parameters)}), got {unknown[0]!r}."
+        )
+    return names
+
+
 def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
     """True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:

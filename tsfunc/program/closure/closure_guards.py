@@ -86,10 +86,10 @@ class SourceGuard(Guard):
         return ""
 
 
-class _OfValue:
-    """The fact of a guard on a value itself."""
+@dataclass(frozen=True, eq=False)
+class ValueGuard(SourceGuard):
+    """A guard on a value itself."""
 
-    source: Source
     value: Any
 
     def differences(self, *values: Any) -> Iterable[Difference]:
@@ -99,35 +99,26 @@ class _OfValue:
         return f"is {describe(self.value)}"
 
 
-@dataclass(frozen=True, eq=False)
-class SameObject(_OfValue, SourceGuard):
+class SameObject(ValueGuard):
     """The identity of a value."""
-
-    value: Any
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.name(self.value)}"
 
 
-@dataclass(frozen=True, eq=False)
-class EqualValue(_OfValue, SourceGuard):
+class EqualValue(ValueGuard):
     """A value of a type that compares by value: equal, and of the same type."""
-
-    value: Any
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return differs(at, self.value, code)
 
 
-@dataclass(frozen=True, eq=False)
-class SameContents(_OfValue, SourceGuard):
+class SameContents(ValueGuard):
     """The elements of a container of plain values, compared as a whole.
 
     Attributes:
         value: the container, or a copy of it if it can change.
     """
-
-    value: Any
 
     def failure_condition(self, at: str, code: GuardCode) -> str:
         return f"not {code.name(same_value)}({at}, {code.name(self.value)})"
