@@ -1,11 +1,11 @@
 """Pytrees: the containers that transforms look into, and their leaves.
 
-Containers are the types that optree supports itself (tuples, lists, dicts, named tuples, ordered
-and default dicts, deques, torch's return types) and the classes registered with optree in the
-global namespace, in "tsfunc", or in another namespace (the first one found). Two more kinds of
-class are registered in "tsfunc" when one of their instances is first seen: classes registered
-with torch's pytrees, and dataclasses whose instances hold tensors. Such dataclasses need no
-registration by the user.
+Containers are the types that optree supports itself: tuples, lists, dicts, named tuples, ordered
+and default dicts, deques, and torch's return types. Classes registered with optree are containers
+too: in the global namespace, in "tsfunc", or in another namespace (the first one found). Two more
+kinds of class are registered in "tsfunc" when one of their instances is first seen: classes
+registered with torch's pytrees, and dataclasses whose instances hold tensors. Such dataclasses need
+no registration by the user.
 
 NOTE [dataclasses as containers]
 The children of a dataclass container are its fields and its other attributes that hold tensors.

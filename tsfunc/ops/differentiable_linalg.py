@@ -1,8 +1,8 @@
 """Matrix operators as decompositions that can be differentiated any number of times.
 
 torch's derivative formulas of these operators solve with factors that the operator has saved, and
-take them as constants, or have tangents that are wrong for some arguments (``cholesky_inverse``,
-``triangular_solve``) or that their pullbacks do not transpose (``eigh``).
+take the factors as constants. Other formulas have tangents that are wrong for some arguments
+(``cholesky_inverse``, ``triangular_solve``), or that their pullbacks do not transpose (``eigh``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The backward operators of ``grid_sample`` in operators that can be differentiated again.
 
-torch's formulas have no tangents, the one for volumes has no derivative, and the one for images
+torch's formulas have no tangents, and the one for volumes has no derivative. The one for images
 takes sizes as plain numbers, so that a program would serve the sizes of one call alone.
 
 A sample is a sum over *taps*, the pixels around its position: one for the mode "nearest", two in

@@ -1,11 +1,11 @@
 """Shifts: how a batching rule changes its arguments if the batch dim is first, as data.
 
 Most rules of views, reductions and scans call the operator once, with each dim shifted past the
-batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this
-can be run as data: compiled handlers shift the arguments of the operator themselves
-(``call_plans``), even if a Python function is called. The declaration holds for calls in which the
-batch dim of every tensor is the first, every tensor is batched, and all have the same rank, with at
-least one logical dim; the rule serves all other calls, and those that raise.
+batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this can
+be run as data: compiled handlers shift the arguments of the operator themselves (``call_plans``),
+even if a Python function is called. The declaration holds for calls in which every tensor is
+batched, with the batch dim first, and all have the same rank, with at least one logical dim. The
+rule serves all other calls, and those that raise.
 """
 
 from __future__ import annotations

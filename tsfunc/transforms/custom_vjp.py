@@ -44,7 +44,7 @@ class custom_vjp(Rule[Result]):
         nondiff_argnames: names of such arguments.
 
     ``defvjp(fwd, bwd)`` sets the rule: ``fwd`` takes the arguments of ``func`` and returns its
-    result and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result,
+    result and a pytree of residuals. ``bwd`` takes the residuals and the cotangent of the result,
     and returns a tuple with a cotangent for each differentiated argument. None stands for zeros of
     a whole argument or of a part of it.
 

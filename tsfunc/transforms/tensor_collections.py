@@ -9,7 +9,7 @@ the last batch dim.
 
 Each collection becomes a pytree node whose leaves are its tensors. The node is rebuilt without the
 mapped dim (an input), or with the dim that the results have (an output). A lazy stack that is
-mapped over its stack dim is a TensorDict of stacked tensors inside of the function; if the function
+mapped over its stack dim is a TensorDict of stacked tensors inside of the function. If the function
 returns this object, the result is a lazy stack along the dim in ``out_dims``. tsfunc does not
 import tensordict: a program that has not imported it has no collections.
 """

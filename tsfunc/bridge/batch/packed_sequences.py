@@ -8,7 +8,7 @@ are long enough. A call takes one of three paths:
   rows at positions that are numbers, and the layers run step by step in C++.
 - A trace that records neither batches nor derivatives has the operators of torch.
 - Where a trace has the lengths, and records a batch or derivatives, the layers take as many steps
-  as the longest sequence, on all sequences, and a mask keeps the states of those that have ended
+  as the longest sequence, on all sequences. A mask keeps the states of sequences that have ended
   (``Packing``). One program serves all lengths.
 
 Lengths that differ between the examples of a batch have no packed form: the numbers of rows differ.

@@ -16,7 +16,7 @@ which gives the same results.
 
 ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the reentrant form. For the other
 form it looks up ``_checkpoint_without_reentrant_generator`` up to torch 2.13, which takes the
-function's arguments after its options, and since torch 2.14
+function's arguments after its options. Since torch 2.14 the name is
 ``_checkpoint_without_reentrant_generator_impl``, which takes them as a tuple and a dict.
 """
 

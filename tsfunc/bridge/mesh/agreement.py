@@ -1,11 +1,12 @@
 """Agreements: ranks compare their next calls before they make them.
 
 NOTE [agreements]
-If one rank calls another collective than the rest, one with another shape or dtype, or none at all,
-a collective of a process group gives wrong numbers or waits until the group's timeout. An agreement
-is one small collective before it: the maximum of a hash and of its negative. If the ranks' hashes
-differ, all ranks detect it, exchange their texts, and raise an error with all texts. A rank whose
-body raises reports the error in an agreement too, which stops the other ranks at their next one.
+One rank may call another collective than the rest, one with another shape or dtype, or none at all.
+A collective of a process group then gives wrong numbers, or waits until the group's timeout. An
+agreement is one small collective before it: the maximum of a hash and of its negative. If the
+ranks' hashes differ, all ranks detect it, exchange their texts, and raise an error with all texts.
+A rank whose body raises reports the error in an agreement too, which stops the other ranks at their
+next one.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ on the saved inputs, and differentiates that.
 
 NOTE [kept graphs of compiled code]
 AOTAutograd lets a backward pass reuse the saved buffers ("donated"), unless the first pass that
-runs keeps its graph; later passes that keep theirs are then an error. A program serves both kinds:
-``vjp`` keeps the graph, ``grad`` does not. Programs are therefore compiled without it.
+runs keeps its graph. If it does not, a later pass that keeps its graph is an error. A program
+serves both kinds: ``vjp`` keeps the graph, ``grad`` does not. Programs are therefore compiled
+without donated buffers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The handlers of batched tensors: they run a call by its plan, or leave it to the table.
 
 NOTE [plans of operators]
-``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
-belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered for
-the operator, then this is the kernel of the Batch column, which runs a batching rule. The plan runs
-the rule without the steps between, under the state that the level captured.
+``Operator.call`` finds the kernel of the highest bit of the key set. This is the kernel of the
+Batch column, which runs a batching rule, if three things hold: all tracers of the call belong to
+one vmap's level, no key is included or excluded by hand, and no kernel is registered for the
+operator. The plan runs the rule without the steps between, under the state that the level captured.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Dynamo does not trace calls of a function with ``_torchdynamo_disable``, and giv
 ``_torchdynamo_disable_msg`` as the reason; it traces ``_torchdynamo_inline`` of a function in its
 place. ``torch.compile`` of a function compiles its ``_torchdynamo_orig_callable``, if
 ``_torchdynamo_wrapper_id`` is the function's id. ``_callback_from_stance`` returns Dynamo's
-callback for a call of a compiled function, and None for a call that runs as Python;
+callback for a call of a compiled function, and None for a call that runs as Python.
 ``set_fullgraph_compiled_frame_count`` sets the number of frames that a call has compiled, -1 if
 they are not counted.
 """

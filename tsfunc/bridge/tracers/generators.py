@@ -2,11 +2,11 @@
 
 NOTE [random numbers in chunks]
 With ``randomness="same"`` each part of the batch must start with the generator state of the first
-part, and outer examples that draw as if alone with their numbers of draws (NOTE [draws by example]
-in ``draw_keys``). The states of the default generators are saved when the call begins. The state of
-a generator that the function names (``generator=``) is saved before its first draw. After the call,
-the generators keep the state of the part with the most draws, so that later draws get unused
-numbers.
+part. Outer examples that draw as if alone must start with their numbers of draws (NOTE [draws by
+example] in ``draw_keys``). The states of the default generators are saved when the call begins. The
+state of a generator that the function names (``generator=``) is saved before its first draw. After
+the call, the generators keep the state of the part with the most draws, so that later draws get
+unused numbers.
 """
 
 from __future__ import annotations

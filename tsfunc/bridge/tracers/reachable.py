@@ -2,14 +2,14 @@
 
 NOTE [reachable tensors]
 The search follows the contents of objects as Python's garbage collector sees them: elements,
-attributes, slots, cells, the arguments of a ``partial``, the variables of a suspended generator.
-A tensor reaches its gradient and the tensors among its attributes: other attributes, such as those
-of a tracer or a fake tensor, lead to the state of a trace.
-Namespaces of modules are not followed as a whole, because the whole process can be reached from
-them. A function reaches the globals that its code names, the modules among these reach the
-variables that the code names, and a class reaches its variables and those of its methods that any
-code names. The code of libraries is not followed, but the contents of their objects are:
-NOTE [code of libraries] in ``user_code.py``. No code of the user runs during the search.
+attributes, slots, cells, the arguments of a ``partial``, the variables of a suspended generator. A
+tensor reaches its gradient and the tensors among its attributes: other attributes, such as those of
+a tracer or a fake tensor, lead to the state of a trace. Namespaces of modules are not followed as a
+whole, because the whole process can be reached from them. A function reaches the globals that its
+code names, and the modules among these reach the variables that the code names. A class reaches its
+variables and those of its methods that any code names. The code of libraries is not followed, but
+the contents of their objects are: NOTE [code of libraries] in ``user_code.py``. No code of the user
+runs during the search.
 
 The parameters and buffers of a module are told apart from other tensors, because
 ``functional_call`` replaces them while it runs.

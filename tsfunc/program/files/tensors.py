@@ -1,9 +1,9 @@
 """The tensors of a file: the weights and the state of its programs.
 
-A tensor that does not share its memory is a tensor of the safetensors entry, with its own dtype
-and shape. If several tensors share memory (tied weights, a buffer and a view of it), the file
-holds the memory once, as bytes, and each tensor is a view of it, so a write to one remains visible
-in the others. Tensors of dtypes that safetensors does not have are bytes too.
+A tensor that does not share its memory is a tensor of the safetensors entry, with its own dtype and
+shape. Several tensors may share memory (tied weights, a buffer and a view of it). The file holds
+this memory once, as bytes, and each tensor is a view of it, so a write to one remains visible in
+the others. Tensors of dtypes that safetensors does not have are bytes too.
 """
 
 from __future__ import annotations

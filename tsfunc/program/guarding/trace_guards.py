@@ -5,8 +5,8 @@ A new kind of guard is a ``TraceGuard`` in this file (its code, text and JSON);
 
 NOTE [tensor aliasing]
 A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
-it is in most calls. If the function's code has an identity comparison of objects that may be
-tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
+it is in most calls. The function's code may have an identity comparison of objects that may be
+tensors (``code_reads`` detects it). Equal arguments then share one tracer, and an argument that the
 function has from elsewhere (a parameter of its module) is passed as that tensor. Later calls are
 then guarded on the same identities. Other functions have one program for both kinds of calls.
 """

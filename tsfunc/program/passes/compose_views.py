@@ -12,8 +12,8 @@ costs a call. Two kinds of chains become one call, or none if they undo each oth
   be a view, so a chain with one of them stays if the caller gets its result.
 
 Two operators before a view are a part of it: a reduction that keeps its dims (``keepdim=True``)
-does not keep them if the view drops them, and a contiguous copy before views that its argument
-can't have becomes the copy that the first view makes as a ``reshape``.
+does not keep them if the view drops them. A contiguous copy before views that its argument can't
+have becomes the copy that the first view makes as a ``reshape``.
 
 A value that is written to keeps its chain. If a chain undoes itself, the caller gets the value that
 it began with only if that is a new tensor of the program, and not a result already.

@@ -327,8 +327,8 @@ def fold_constants(
 ) -> dict[str, torch.Tensor]:
     """Compute the nodes that depend on constants alone, and make them constants of the program.
 
-    A node is not folded if the caller gets its result, if it is written to, or if its result is
-    large and larger than its arguments, since a program should not store large tensors.
+    A node is not folded if the caller gets its result, or if it is written to. Nor is a node whose
+    result is large and larger than its arguments, since a program should not store large tensors.
 
     Args:
         aliases: the memory of its values.

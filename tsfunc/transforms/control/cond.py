@@ -5,12 +5,13 @@ example of a vmap, each branch runs on the active subset of examples that take i
 subsets] in ``bridge/control/subsets``.
 
 NOTE [unreadable choices]
-The choice of a vmap's examples may itself be a batch of an outer vmap, or traced while the vmap
-can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that draw random
-numbers. Then a branch runs on a guarded subset: all examples, where those that do not take the
-branch get the tensors of one that does. A branch never sees values that are not meant for it, so
-that it neither fails nor puts a NaN into a gradient. The outer level decides if a branch runs at
-all. The same happens if a program is written in torch's operators: ``bridge/control/retraced``.
+The choice of a vmap's examples may itself be a batch of an outer vmap. It may also be traced while
+the vmap can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that
+draw random numbers. Then a branch runs on a guarded subset: all examples, where those that do not
+take the branch get the tensors of one that does. A branch never sees values that are not meant for
+it, so that it neither fails nor puts a NaN into a gradient. The outer level decides if a branch
+runs at all. The same happens if a program is written in torch's operators:
+``bridge/control/retraced``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A body may write in place into its arguments. The writes reach what it returns, 
 not the tensors that the loop was called with, and not the results of earlier steps. The first step
 therefore runs on copies. If it writes into them, as the counts of writes tell, later steps get
 copies of scanned slices, and the loop keeps the written part of each carry apart. A part that has
-the memory of the last carry is kept, so that a step which fills a part of a buffer copies nothing;
-a part with other memory, which another tensor may share, is copied. If autograd saves values of the
+the memory of the last carry is kept, so that a step which fills a part of a buffer copies nothing.
+A part with other memory, which another tensor may share, is copied. If autograd saves values of the
 steps, each carry is copied. A trace of a body makes the same copies: NOTE [bodies without writes]
 in ``bridge/control/traced_bodies``.
 """
