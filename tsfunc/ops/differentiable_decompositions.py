@@ -1,9 +1,9 @@
 """Operators as decompositions that can be differentiated any number of times.
 
-torch's own derivative formulas of these operators have wrong derivatives or none. Some treat further
-results (such as the mean and deviation of a normalization) as constants, or divide by numbers that
-can be zero. Some write in place into values that autograd has saved (the tangents of ``softmax``),
-and some have no derivative (fused attention).
+torch's own derivative formulas of these operators have wrong derivatives or none. Some treat
+further results (such as the mean and deviation of a normalization) as constants, or divide by
+numbers that can be zero. Some write in place into values that autograd has saved (the tangents of
+``softmax``), and some have no derivative (fused attention).
 """
 
 from __future__ import annotations

@@ -195,12 +195,28 @@ def _positions_of_keywords(schema: Any, names: Iterable[str], start: int) -> dic
     return position_of
 
 
+def _add_keyword_only(
+    form: Form, schema: Any, position_of: Mapping[str, int], kinds: Sequence[Any]
+) -> None:
+    """Add the conversions of a schema's keyword-only arguments to a form."""
+    for argument in schema.arguments:
+        if not argument.kwarg_only:
+            continue
+        position = position_of.get(argument.name)
+        if position is not None:
+            convert = _conversion(argument, kinds[position])
+            if "Tensor" in str(argument.real_type):
+                raise _NoForm  # NOTE [batched keywords] in ``ops/keywords``
+            form.named.append((argument.name, position, convert, _default_of(argument)))
+        elif not argument.has_default_value():
+            raise _NoForm
+
+
 def _form_of(op: TorchOperator, function: Any, args: Args, kwargs: Kwargs) -> Form:
     """Return the conversion of a call to an operator's schema, by the types of its arguments."""
     schema: Any = op.overload._schema
     form = Form(op, _result_class(schema))
     by_position = [a for a in schema.arguments if not a.kwarg_only]
-    by_name = {a.name: a for a in schema.arguments if a.kwarg_only}
     kinds = list(map(type, args))
     last = by_position[-1] if by_position else None
     if len(args) >= len(by_position) > 1 and str(last.real_type) == "List[int]":  # type: ignore[union-attr]
@@ -232,15 +248,7 @@ def _form_of(op: TorchOperator, function: Any, args: Args, kwargs: Kwargs) -> Fo
         form.defaults[p - len(kinds)] is _NO_DEFAULT for p, _ in form.positions if p >= len(kinds)
     ):
         raise _NoForm
-    for name, argument in by_name.items():
-        if name in position_of:
-            position = position_of[name]
-            convert = _conversion(argument, kinds[position])
-            if "Tensor" in str(argument.real_type):
-                raise _NoForm  # NOTE [batched keywords] in ``ops/keywords``
-            form.named.append((name, position, convert, _default_of(argument)))
-        elif not argument.has_default_value():
-            raise _NoForm
+    _add_keyword_only(form, schema, position_of, kinds)
     place_of = {name: place for name, place, *_ in form.named}
     for argument, (place, _) in zip(by_position, form.positions, strict=False):
         if place < len(kinds):
