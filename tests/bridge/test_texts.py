@@ -1,4 +1,4 @@
-"""The texts of tracers: one line, in the user's words."""
+"""The texts of tracers and sizes, in the user's words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
@@ -77,3 +78,25 @@ def test_guards_have_one_line() -> None:
     for each in (f, program, program.guards, *program.guards[:2], f.cache_info(), tsfunc.config):
         assert "\n" not in repr(each)
     assert "x: f32[n]" in repr(program.guards)
+
+
+def test_an_expression_is_spelled_from_its_own_symbols_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trace with a number for each parameter, as optimizers read them, took quadratic time."""
+    divide, calls = sympy.Symbol.__truediv__, []
+
+    def counted(self: sympy.Symbol, other: Any) -> Any:
+        calls.append(self)
+        return divide(self, other)
+
+    monkeypatch.setattr(sympy.Symbol, "__truediv__", counted)
+    counts = []
+    for count in (8, 32):
+        steps = [torch.tensor(float(i)) for i in range(count)]
+        calls.clear()
+        tsfunc.specialize(lambda xs, y: sum(y / (1 - 0.9 ** x.item()) for x in xs))(
+            steps, torch.ones(3)
+        )
+        counts.append(len(calls))
+    assert 0 < counts[1] <= 4 * counts[0]

@@ -300,11 +300,10 @@ class Symbols:
         """Return the constraints on named dims that the trace relies on."""
         if self._env is None:
             return []
-        names = self._as_dims()
         return [
             Constraint(
                 self.spell(exact(guard.expr)),
-                exact(guard.expr).xreplace(names),
+                self._in_dims(exact(guard.expr)),
                 location,
                 by_user,
                 self._env.reasons.get(location, ""),
@@ -441,22 +440,25 @@ class Symbols:
         return {**{symbol: f"<number {i} of data>" for i, symbol in enumerate(unnamed, 1)},
                 **self._names}  # fmt: skip
 
-    def _as_dims(self) -> dict[Any, Any]:
-        """Return each symbol as an expression in a symbol with its name for people."""
+    def _in_dims(self, expr: Any) -> Any:
+        """Return an expression in symbols with names for people."""
         from sympy import Symbol
 
+        symbols, names = expr.free_symbols, self._names
+        if not symbols <= names.keys():
+            names = self._all_names()
         # These symbols have no assumptions, or `n > 0` would simplify to true.
-        return {
-            symbol: Symbol(name) / self._steps.get(symbol, 1)
-            for symbol, name in self._all_names().items()
-        }
+        return expr.xreplace({
+            symbol: Symbol(names[symbol]) / self._steps.get(symbol, 1)
+            for symbol in symbols & names.keys()
+        })  # fmt: skip
 
     def spell(self, expr: Any) -> str:
         """Return an expression as Python, in the user's names."""
         from sympy import Symbol
 
-        answers = {symbol: Symbol(self._names[symbol]) for symbol in self._answers}
-        return python_text(self._with_answers(expr, answers).xreplace(self._as_dims()))
+        answers = {s: Symbol(self._names[s]) for s in expr.free_symbols & self._answers.keys()}
+        return python_text(self._in_dims(self._with_answers(expr, answers)))
 
     def _with_answers(self, expr: Any, answers: Mapping[Any, Any]) -> Any:
         """Replace torch's comparisons of bool symbols with 1 by the bools themselves."""
