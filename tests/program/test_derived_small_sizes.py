@@ -105,7 +105,7 @@ def test_a_number_that_an_expression_is_not_below(text: str, expected: int | Non
     dims = {"n": Dim("n", min=5), "m": Dim("m", multiple_of=4, min=4)}
     symbols = Symbols(dims, {"n": 9, "m": 8})
     size = eval(text, dict(symbols.sizes))
-    expr = size.node.expr.xreplace(symbols._as_dims())
+    expr = symbols._in_dims(size.node.expr)
     found = lower_bound(expr, dims)
     assert found == expected if expected is not None else found < 0
 
