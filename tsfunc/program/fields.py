@@ -67,7 +67,7 @@ class Field:
         """Raise a ``FileFormatError`` about the value."""
         raise FileFormatError(f"{self.where}: {problem}.")
 
-    def expected(self, description: str) -> NoReturn:
+    def fail_expected(self, description: str) -> NoReturn:
         """Raise a ``FileFormatError`` that names the expected value and the value found."""
         text = repr(self.value)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
@@ -77,40 +77,40 @@ class Field:
         """Return an int in a range; a bool is refused."""
         if type(self.value) is not int or not least <= self.value <= most:
             limits = "" if (least, most) == (-LONGEST_INT, LONGEST_INT - 1) else f" from {least}"
-            self.expected(f"an integer{limits}")
+            self.fail_expected(f"an integer{limits}")
         return int(self.value)
 
     def flag(self) -> bool:
         if type(self.value) is not bool:
-            self.expected("true or false")
+            self.fail_expected("true or false")
         return bool(self.value)
 
     def text(self, pattern: re.Pattern[str] | None = None, description: str = "a text") -> str:
         if type(self.value) is not str or (pattern and not pattern.fullmatch(self.value)):
-            self.expected(description)
+            self.fail_expected(description)
         return str(self.value)
 
     def line(self) -> str:
         """Return a text for people: a single line of printable characters."""
         if type(self.value) is not str or not self.value.isprintable():
-            self.expected("a line of text")
+            self.fail_expected("a line of text")
         return str(self.value)
 
     def one_of(self, choices: Mapping[str, Any], description: str) -> Any:
         """Return the value of a text among some choices."""
         if type(self.value) is not str or self.value not in choices:
-            self.expected(description)
+            self.fail_expected(description)
         return choices[self.value]
 
     def items(self, count: int | None = None) -> list[Field]:
         if type(self.value) is not list or (count is not None and len(self.value) != count):
-            self.expected("a list" if count is None else f"a list of {count}")
+            self.fail_expected("a list" if count is None else f"a list of {count}")
         return [Field(item, self, i) for i, item in enumerate(self.value)]
 
     def mapping(self) -> dict[str, Field]:
         """Return the fields of an object with any keys."""
         if type(self.value) is not dict:
-            self.expected("an object")
+            self.fail_expected("an object")
         return {key: Field(item, self, key) for key, item in self.value.items()}
 
     def record(self, *keys: str) -> Sequence[Field]:
@@ -126,13 +126,13 @@ class Field:
     def get(self, key: str) -> Field | None:
         """Return the value of a key of an object; None if the key is missing."""
         if type(self.value) is not dict:
-            self.expected("an object")
+            self.fail_expected("an object")
         return Field(self.value[key], self, key) if key in self.value else None
 
     def require_keys(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """Check that an object has the required keys, and no others except the optional ones."""
         if type(self.value) is not dict:
-            self.expected(f"an object with {', '.join(required)}")
+            self.fail_expected(f"an object with {', '.join(required)}")
         for key in required:
             if key not in self.value:
                 self.fail(f"{key} is missing")

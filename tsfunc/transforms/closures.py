@@ -45,7 +45,7 @@ class ClosureConverted:
     graph: torch.fx.Graph
 
 
-def converted(
+def convert_closure(
     label: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> ClosureConverted:
     """Trace a function of tensors with the types of ``examples``.

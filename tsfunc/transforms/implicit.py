@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.transforms.argnums import flatten_tensors, split_aux
-from tsfunc.transforms.closures import ClosureConverted, converted
+from tsfunc.transforms.closures import ClosureConverted, convert_closure
 from tsfunc.transforms.control.call_forms import check_callable
 from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solve_equation, transpose
 from tsfunc.transforms.forward import jvp
@@ -243,7 +243,7 @@ class _Unknown:
                 parts.append(_untraced(function, self if i == 1 else None))
             else:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
-                graph = converted(self.label, function, examples)
+                graph = convert_closure(self.label, function, examples)
                 for value in graph.closed:
                     consts.setdefault(id(value), value)
                 parts.append(_with_consts(graph, [list(consts).index(id(x)) for x in graph.closed]))

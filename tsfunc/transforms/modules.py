@@ -10,7 +10,7 @@ from torch import Tensor, nn
 # By its own name, which stays torch's after `torch.func.stack_module_state = ...`.
 from torch.func import stack_module_state as _stack_module_state
 
-from tsfunc.bridge.mesh.sharded_modules import gathered
+from tsfunc.bridge.mesh.sharded_modules import gathering_shards
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
@@ -149,7 +149,7 @@ def functional_call(
     prepare()
     with (
         preserve_flat_weights(module),
-        gathered(module, parameter_and_buffer_dicts, tie_weights) as state,
+        gathering_shards(module, parameter_and_buffer_dicts, tie_weights) as state,
         preserve_state(module, state),
     ):
         return TORCH_FUNC["functional_call"](

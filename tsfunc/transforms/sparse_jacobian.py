@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DataDependentError
 from tsfunc.program.graphs.dependence import dependence
 from tsfunc.transforms.argnums import Argnums
-from tsfunc.transforms.closures import converted
+from tsfunc.transforms.closures import convert_closure
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.sparse_blocks import Blocks, ResultShape, blocks_of, joined_pattern
@@ -169,7 +169,7 @@ def jacobian_sparsity(
 def pattern_of(blocks: Blocks) -> torch.Tensor:
     """Return the rows and columns of the entries that may be nonzero."""
     x = blocks.vector
-    graph = converted(API, blocks.function, [x])
+    graph = convert_closure(API, blocks.function, [x])
     (out,) = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     if type(x.shape[0]) is int and any(type(size) is not int for size in out.meta["val"].shape):
         raise DataDependentError(

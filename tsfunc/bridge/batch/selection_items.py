@@ -11,8 +11,8 @@ from tsfunc.bridge.batch.masks import write_by_mask
 from tsfunc.bridge.batch.selections import (
     Selection,
     SelectionRules,
+    arguments_by_name,
     is_in_place,
-    named,
     together,
 )
 from tsfunc.bridge.batch.tracer_indices import masked_items
@@ -105,7 +105,7 @@ def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
 
 def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``x.index_put_((mask,), selection)``, or ``index_put``."""
-    by_name = named(args, kwargs, "indices", "values", "accumulate")
+    by_name = arguments_by_name(args, kwargs, "indices", "values", "accumulate")
     x, index, value = args[0], tuple(by_name["indices"]), by_name["values"]
     items = None if isinstance(x, Selection) else masked_items(x, index)
     if items is None:
@@ -141,7 +141,7 @@ def _selection_like(x: Selection, elements: torch.Tensor, mask: torch.Tensor) ->
 
 def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``cat`` along the dim of the elements; the elements of plain tensors are all selected."""
-    parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
+    parts, dim = args[0], arguments_by_name(args, kwargs, "dim").get("dim", 0)
     lead = next(objects_in(Selection, parts))
     elements, masks = [], []
     for part in parts:

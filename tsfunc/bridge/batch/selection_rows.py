@@ -14,7 +14,7 @@ from torch.nn import functional
 from tsfunc.bridge.batch.selections import (
     Selection,
     SelectionRules,
-    named,
+    arguments_by_name,
     together,
 )
 from tsfunc.bridge.tracers.function_registry import Stage
@@ -60,7 +60,7 @@ def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
 
 
 def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-    shape = named(args, kwargs, "normalized_shape")["normalized_shape"]
+    shape = arguments_by_name(args, kwargs, "normalized_shape")["normalized_shape"]
     return _rows(func, args, kwargs) if len(shape) <= args[0].after else NotImplemented
 
 
@@ -129,7 +129,7 @@ def _reduce(losses: Selection, reduction: str) -> Any:
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     """``cross_entropy`` or ``nll_loss`` of a selection of rows and a selection of classes."""
-    options = _loss_options(named(args, kwargs, "target", "weight"))
+    options = _loss_options(arguments_by_name(args, kwargs, "target", "weight"))
     if options is None or len(args) > 3:
         return NotImplemented
     x, target = args[0], options.pop("target")
@@ -152,7 +152,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs
 
 
 def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-    x, by_name = args[0], named(args, kwargs, "p", "dim")
+    x, by_name = args[0], arguments_by_name(args, kwargs, "p", "dim")
     if not isinstance(by_name.get("p", 2.0), int | float) or by_name.get("p", 2.0) <= 0:
         return NotImplemented
     over = wrap_dim(by_name.get("dim", 1), x.elements.dim()) == x.element_dim + x.elements.dim()

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from tsfunc.bridge.batch.selections import Selection, SelectionRules, named
+from tsfunc.bridge.batch.selections import Selection, SelectionRules, arguments_by_name
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import Kwargs
@@ -53,7 +53,7 @@ def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], som
     """
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-        x, by_name = args[0], named(args, kwargs, *names)
+        x, by_name = args[0], arguments_by_name(args, kwargs, *names)
         dim = by_name.get("dim")
         if not isinstance(x, Selection) or not isinstance(dim, int | tuple | list | None):
             return NotImplemented
@@ -72,7 +72,7 @@ def _require_some(x: Selection, name: str) -> None:
 
 
 def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-    x, by_name = args[0], named(args, kwargs, *_DIM)
+    x, by_name = args[0], arguments_by_name(args, kwargs, *_DIM)
     spans, over = _reduced_dims(x, by_name.get("dim"))
     if not over:
         return _as_reduced(x, func(x.elements, **by_name), spans, by_name.get("keepdim", False))
@@ -92,7 +92,7 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> 
     x = args[0]
     if len(args) > 1 and isinstance(args[1], bool):
         args = (x, None, *args[1:])
-    by_name = named(args, kwargs, "dim", "unbiased", "keepdim")
+    by_name = arguments_by_name(args, kwargs, "dim", "unbiased", "keepdim")
     correction = by_name.pop("correction", None)
     unbiased = by_name.pop("unbiased", True)
     if correction is None:
@@ -118,7 +118,7 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> 
 
 def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
     order = "ord" if func is torch.linalg.vector_norm else "p"
-    by_name = named(args, kwargs, order, *_DIM)
+    by_name = arguments_by_name(args, kwargs, order, *_DIM)
     power = by_name.get(order)
     if not isinstance(args[0], Selection) or (
         power not in (None, "fro") and not (isinstance(power, int | float) and power > 0)
@@ -133,7 +133,7 @@ def _extremum(largest: bool) -> Any:
     both = torch.maximum if largest else torch.minimum
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-        by_name = named(args, kwargs, "dim", "keepdim")
+        by_name = arguments_by_name(args, kwargs, "dim", "keepdim")
         other = by_name.get("other", by_name.get("dim"))
         if isinstance(other, torch.Tensor):
             return both(args[0], other)
@@ -163,7 +163,7 @@ def _arg_extremum(largest: bool) -> Any:
     """Return the handler of ``argmax`` or ``argmin``."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-        x, by_name = args[0], named(args, kwargs, *_DIM)
+        x, by_name = args[0], arguments_by_name(args, kwargs, *_DIM)
         dim, keepdim = by_name.get("dim"), by_name.get("keepdim", False)
         if dim is None and not x.is_first:
             return NotImplemented  # the result is an index into the flattened tensor
@@ -180,7 +180,7 @@ def _keeping_size(neutral: Callable[[torch.Tensor], Any]) -> Any:
     """Return the handler of functions along a dim that keep its size."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs) -> Any:
-        x, by_name = args[0], named(args, kwargs, "dim")
+        x, by_name = args[0], arguments_by_name(args, kwargs, "dim")
         if not isinstance(x, Selection) or not isinstance(by_name.get("dim"), int):
             return NotImplemented
         over = _reduced_dims(x, by_name["dim"])[1]

@@ -70,7 +70,7 @@ class SelectionRules(FunctionRules):
         self.add(Stage.SELECTION, rule, *functions)
 
 
-def named(args: Sequence[Any], kwargs: Kwargs, *names: str) -> dict[str, Any]:
+def arguments_by_name(args: Sequence[Any], kwargs: Kwargs, *names: str) -> dict[str, Any]:
     """Return the arguments after the first by name, without those that were not given."""
     by_name = dict(zip(names, args[1:], strict=False))
     for name, value in kwargs.items():

@@ -31,12 +31,12 @@ from tsfunc.bridge.grad.mapped_function import (
     bdim_of,
     has_setup,
     results_of_rule,
-    rewrapped,
+    rewrap_results,
     torch_jvp,
     value_at_level,
     with_outer_tangents,
 )
-from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
+from tsfunc.bridge.grad.once_differentiable import call_guarded, is_once_differentiable
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap_ended
 from tsfunc.bridge.tracers.checks import is_batched
@@ -132,7 +132,7 @@ def _apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
             return cls.apply(*values[0])
         refuse_escaped(cls, level)
     if is_once_differentiable(cls, args):
-        return guarded(cls, args)
+        return call_guarded(cls, args)
     if level is None:
         return torch_apply(cls, *args)
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
@@ -259,7 +259,7 @@ def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     with level.restored():
         outs = apply_hook.apply_seen(cls, tuple(pytrees.unflatten(tree, values)))
     results, tree = pytrees.flatten(outs)
-    results = rewrapped(results, [None] * len(results), values, leaves, level)
+    results = rewrap_results(results, [None] * len(results), values, leaves, level)
     return pytrees.unflatten(tree, results)
 
 

@@ -55,7 +55,7 @@ def bdim_of(arg: Any, level: TracerLevel) -> int | None:
     return arg.bdim if isinstance(arg, BatchTracer) and arg.dispatch_level is level else None
 
 
-def rewrapped(
+def rewrap_results(
     results: Sequence[Any],
     bdims: Sequence[int | None],
     values: Sequence[Any],
@@ -110,7 +110,7 @@ def results_of_rule(
             f"vmap: {label} returned an incompatible (output, out_dims): out_dims {out_dims} are "
             f"not a prefix of the structure of the output, {pytrees.structure_text(tree)}."
         ) from error
-    return pytrees.unflatten(tree, rewrapped(leaves, bdims, values, args, level))
+    return pytrees.unflatten(tree, rewrap_results(leaves, bdims, values, args, level))
 
 
 def unaliased(result: Any, operands: Sequence[Any]) -> Any:
@@ -208,7 +208,7 @@ class MappedFunction:
         with level.restored():
             values = _distinct_values(args, level)
             results = apply_seen(_function_of(self), tuple(values))
-        results = rewrapped(results, self.out_dims, values, args, level)
+        results = rewrap_results(results, self.out_dims, values, args, level)
         stored = self.restored(self.stored_tensors(args, results))
         return pytrees.unflatten(self.tree, results[: self.results]), stored
 

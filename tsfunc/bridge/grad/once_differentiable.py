@@ -44,7 +44,7 @@ def is_once_differentiable(cls: Any, args: Sequence[Any]) -> bool:
     return is_marked(cls) and differentiates_here() and any(is_perturbed(x) for x in args)
 
 
-def guarded(cls: Any, args: Sequence[Any]) -> Any:
+def call_guarded(cls: Any, args: Sequence[Any]) -> Any:
     """Run the call so that a second derivative raises ``UndefinedDerivativeError``."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     guard: Any = _Guard.apply(*tensors)  # type: ignore[no-untyped-call]

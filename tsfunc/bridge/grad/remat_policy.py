@@ -136,7 +136,7 @@ class _ReplayMode(_Mode):
         saved = self.saved.results[key].get(position) if key in self.saved.results else None
         if saved is None or not saved.valid:
             return func(*args, **kwargs)
-        return saved.given()
+        return saved.aliases()
 
 
 class _SavedResult:
@@ -154,7 +154,7 @@ class _SavedResult:
     def valid(self) -> bool:
         return self._versions() == self.versions
 
-    def given(self) -> Any:
+    def aliases(self) -> Any:
         """Return the result as new aliases, like another call of the operator."""
         return pytrees.unflatten(self.tree, [_new_alias(x) for x in self.leaves])
 

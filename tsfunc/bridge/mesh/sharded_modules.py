@@ -22,7 +22,7 @@ State = Mapping[str, Tensor]
 
 
 @contextmanager
-def gathered(
+def gathering_shards(
     module: nn.Module, states: State | Sequence[State], tie_weights: bool
 ) -> Iterator[State | Sequence[State]]:
     """Context manager: yield the state for a call of a module, with each sharded tensor gathered.

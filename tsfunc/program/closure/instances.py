@@ -157,7 +157,7 @@ class Instances:
             watched.read_all()
         return plain(instance, name)
 
-    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+    def note_assignment(self, instance: Any, name: str, *value: Any) -> None:
         """Check and note an assignment or deletion before it happens; see :class:`Watcher`.
 
         Raises:
@@ -250,7 +250,7 @@ class Watcher(Protocol):
     def read(self, instance: Any, name: str, plain: Callable[[Any, str], Any]) -> Any:
         """Return the value of an attribute; ``plain`` reads it as the class itself does."""
 
-    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+    def note_assignment(self, instance: Any, name: str, *value: Any) -> None:
         """Note that an attribute is about to be assigned, or deleted if the value is missing."""
 
 
@@ -365,7 +365,7 @@ def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
     def __setattr__(self: Any, name: str, *value: Any) -> None:
         watcher = _here.watcher
         if watcher is not None:
-            watcher.assigned(self, name, *value)
+            watcher.note_assignment(self, name, *value)
         plain(self, name, *value)
 
     return __setattr__

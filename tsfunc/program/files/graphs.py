@@ -352,7 +352,7 @@ class GraphReader:
         if isinstance(value, list | dict):  # a constant, which contains no node
             torch.fx.map_arg(value, nodes.append)
         if nodes or type(value) is tuple:
-            field.expected("the value of a leaf")
+            field.fail_expected("the value of a leaf")
         return value
 
     def known(self, field: Field) -> torch.fx.Node:
@@ -365,14 +365,14 @@ class GraphReader:
     def _node(self, field: Field) -> None:
         kinds = [kind for kind in NODE_KINDS if field.get(kind.key) is not None]
         if len(kinds) != 1:
-            field.expected("a node")
+            field.fail_expected("a node")
         name = field.at("name").text(IDENTIFIER, "the name of a node")
         if name in self._nodes or name in _RESERVED or keyword.iskeyword(name):
-            field.at("name").expected("another name")
+            field.at("name").fail_expected("another name")
         field.require_keys(("name", kinds[0].key, *kinds[0].keys), _OPTIONAL)
         type_, node = kinds[0].decode(self, field, name)
         if node.name != name:
-            field.at("name").expected("a name that code can have")
+            field.at("name").fail_expected("a name that code can have")
         self._nodes[name] = node
         self.value_types[node] = type_
         self._read_facts(field, node)

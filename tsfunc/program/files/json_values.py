@@ -163,7 +163,7 @@ class ValueReader:
             read = self._other.get(kind, read_kind)
             if read is not None:
                 return read(inner)
-        return field.expected("a value")
+        return field.fail_expected("a value")
 
     def _read_node(self, field: Field) -> Any:
         return field.fail("there are no nodes here") if self._node is None else self._node(field)
@@ -174,7 +174,7 @@ class ValueReader:
     def _read_complex(self, field: Field) -> complex:
         real, imag = (self.decode(part) for part in field.items(2))
         if type(real) is not float or type(imag) is not float:
-            field.expected("two floats")
+            field.fail_expected("two floats")
         return complex(real, imag)
 
     def _read_tuple(self, field: Field) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ class ValueReader:
             key, value = pair.items(2)
             decoded = self.decode(key)
             if type(decoded) not in (str, int, bool, float, type(None)) or decoded in items:
-                key.expected("another key, a text or a number")
+                key.fail_expected("another key, a text or a number")
             items[decoded] = self.decode(value)
         return items
 
@@ -219,7 +219,7 @@ class ValueReader:
         try:
             named = torch.device(field.text(_DEVICE, "a device"))
         except RuntimeError:
-            field.expected("a device of torch")
+            field.fail_expected("a device of torch")
         return named if self._device is None else self._device
 
 
@@ -299,7 +299,7 @@ class Trees:
         if field.value == _LEAF:
             return _Leaf()
         if type(field.value) is not dict:
-            field.expected("a structure")
+            field.fail_expected("a structure")
         if "class" in field.value:
             return self._instance(field)
         ((kind, inner),) = field.mapping().items() if len(field.value) == 1 else ((None, field),)
@@ -316,7 +316,7 @@ class Trees:
             if length is not None and len(items) > length:
                 items_field.fail(f"a deque of at most {length} has more items")
             return collections.deque(items, length)
-        return field.expected("a structure")
+        return field.fail_expected("a structure")
 
     def _pairs(self, field: Field) -> dict[Any, Any]:
         children: dict[Any, Any] = {}
@@ -328,7 +328,7 @@ class Trees:
             except TypeError:
                 is_child = True
             if is_child:
-                key_field.expected("another key")
+                key_field.fail_expected("another key")
             children[key] = self._decode(child)
         return children
 
@@ -367,5 +367,5 @@ class Trees:
 def _attribute(field: Field) -> str:
     name = field.text()
     if not name.isidentifier() or name.startswith("__"):
-        field.expected("the name of an attribute")
+        field.fail_expected("the name of an attribute")
     return name

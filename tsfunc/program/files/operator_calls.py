@@ -322,7 +322,7 @@ class NodeTypes:
         elif type(field.value) is not str or (
             field.value not in OPERATORS and field.value not in self._named
         ):
-            field.expected("a size")
+            field.fail_expected("a size")
         if left <= 0:
             field.fail("the size is too long")
         return left - 1

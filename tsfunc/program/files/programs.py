@@ -131,7 +131,7 @@ class CallSpecReader:
         arguments, leaves_field, dims, settings_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
-            arguments.expected("the structure of positional and keyword arguments")
+            arguments.fail_expected("the structure of positional and keyword arguments")
         named_dims = {
             name: DimIs.from_json(text, name).dim for name, text in dims.mapping().items()
         }

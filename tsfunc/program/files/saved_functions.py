@@ -298,7 +298,7 @@ def _read_head(archive: Archive) -> str:
     if kind is None:
         head.fail(f"not a file of tsfunc: expected the format {KIND!r}, got none")
     if kind.value != KIND:
-        kind.expected(f"{KIND!r}, which a file of tsfunc has")
+        kind.fail_expected(f"{KIND!r}, which a file of tsfunc has")
     version = head.at("version").integer(1)
     if version != VERSION:
         head.fail(
@@ -422,7 +422,7 @@ def _read_signature(field: Field) -> inspect.Signature:
         item.require_keys(("name", "kind"), ("default",))
         name = item.at("name").text()
         if not name.isidentifier():
-            item.at("name").expected("a name")
+            item.at("name").fail_expected("a name")
         kind = item.at("kind").one_of(_KINDS, "a kind of parameter")
         try:
             parameters.append(inspect.Parameter(name, kind, default=_default(item.get("default"))))

@@ -313,7 +313,7 @@ class DimIs(Guard):
             field.fail(str(error))
         dim = dims[0] if dims is not None and len(dims) == 1 else None
         if not isinstance(dim, Dim) or dim.name != name:
-            field.expected(f"a description of the dim {name[:40]!r}")
+            field.fail_expected(f"a description of the dim {name[:40]!r}")
         return cls(dim)
 
 
@@ -358,7 +358,7 @@ def read_argument_guard(position: int, field: Field, reader: ArgumentReader) -> 
     for key, kind in _BY_JSON_KEY.items():
         if field.get(key) is not None:
             return kind.from_json(position, field, reader)
-    field.expected("a number, a value or a tensor")
+    field.fail_expected("a number, a value or a tensor")
 
 
 def read_number_spec(
@@ -370,7 +370,7 @@ def read_number_spec(
     if type(value) not in (int, float) or not spec.admits(value):
         field.fail("only a number that is finite can be another one")
     if name in used_names or keyword.iskeyword(name):
-        field.expected("another name")
+        field.fail_expected("another name")
     return spec
 
 
@@ -387,7 +387,7 @@ def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
         field.fail(str(error))
     names = [dim.name] if isinstance(dim, Dim) else dim.names if isinstance(dim, DimExpr) else ()
     if not names or any(name not in named_dims for name in names):
-        field.expected("a size, or one made of named dims")
+        field.fail_expected("a size, or one made of named dims")
     return named_dims[dim.name] if isinstance(dim, Dim) else dim
 
 

@@ -146,7 +146,7 @@ class Property(TraceGuard):
         if isinstance(value, list):
             value = tuple(each.integer(0) for each in answer.items())
         elif value is not None and not isinstance(value, bool | int):
-            answer.expected("true, false, a number or numbers")
+            answer.fail_expected("true, false, a number or numbers")
         return cls(PropertyGuard(_position(argument, described.tensors), text, value))
 
 
@@ -249,18 +249,18 @@ def read_trace_guard(field: Field, described: DescribedArguments) -> TraceGuard:
         if field.get(key) is not None:
             (value,) = field.record(key)
             return kind.from_json(value, described)
-    field.expected(f"a guard: {', '.join(_BY_JSON_KEY)}")
+    field.fail_expected(f"a guard: {', '.join(_BY_JSON_KEY)}")
 
 
 def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
     group = tuple(_position(guard_field, positions) for guard_field in field.items())
     if not group:
-        field.expected("the places of arguments")
+        field.fail_expected("the places of arguments")
     return group
 
 
 def _position(field: Field, positions: Collection[int]) -> int:
     position = field.integer(0)
     if position not in positions:
-        field.expected("the place of a tensor among the arguments")
+        field.fail_expected("the place of a tensor among the arguments")
     return position

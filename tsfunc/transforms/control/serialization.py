@@ -277,7 +277,7 @@ def _decode_map(field: Field, callee: TracedCallee, reader: GraphReader) -> Encl
     )
     axis = ValueReader().decode(axis_name)
     if isinstance(axis, list | dict | slice):
-        axis_name.expected("the name of an axis")
+        axis_name.fail_expected("the name of an axis")
     return EnclosingVmap(
         _read_dims(ins, callee.tensors),
         _read_dims(outs, callee.results),
