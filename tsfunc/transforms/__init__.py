@@ -18,7 +18,7 @@ import torch
 from tsfunc import hooks
 from tsfunc.bridge.control import effect_operator as effect_operator  # debug.print and check
 from tsfunc.bridge.control import nans as nans
-from tsfunc.bridge.control import torch_loops
+from tsfunc.bridge.control import torch_calls
 from tsfunc.bridge.mesh import in_place as in_place  # in-place collectives
 
 
@@ -33,8 +33,8 @@ def _in_control(module: str, name: str) -> Callable[..., Any]:
 
 
 for _name in ("cond", "while_loop", "scan", "map_impl", "associative_scan"):
-    torch_loops.replace_operator(
+    torch_calls.replace_operator(
         getattr(torch.ops.higher_order, _name), _in_control("torch_forms", _name)
     )
-torch_loops.replace_halving(_in_control("torch_forms", "generic_associative_scan"))
+torch_calls.replace_halving(_in_control("torch_forms", "generic_associative_scan"))
 hooks.record_function.add(_in_control("autograd_functions", "record_function"))

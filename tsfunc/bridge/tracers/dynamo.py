@@ -22,8 +22,8 @@ mode and higher derivatives of plain tensors, which compiled code does not have.
 
 NOTE [control flow in torch's graphs]
 While torch records a graph (torch.compile, torch.export, make_fx), control flow functions call
-torch's own, so that the graph has them as operators; ``transforms/control/in_torch`` lists them.
-Inside an active transform, torch instead records the operators on batches and cotangents.
+torch's own, so that the graph has them as operators; ``transforms/control/dynamo_forms`` lists
+them. Inside an active transform, torch instead records the operators on batches and cotangents.
 
 Dynamo does not trace calls of a function with ``_torchdynamo_disable``, and gives
 ``_torchdynamo_disable_msg`` as the reason; it traces ``_torchdynamo_inline`` of a function in its

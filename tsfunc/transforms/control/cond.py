@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.transforms.control import in_torch, physical_batches
+from tsfunc.transforms.control import dynamo_forms, physical_batches
 from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
 from tsfunc.transforms.control.call_forms import (
     Batching,
@@ -135,7 +135,7 @@ def cond(
         operands = ()
     check_callable("cond", true_fun=true_fun, false_fun=false_fun)
     if torch_records():
-        return in_torch.cond(pred, true_fun, false_fun, operands)
+        return dynamo_forms.cond(pred, true_fun, false_fun, operands)
     if not kwargs:
         operands = unpacked_operands(operands, true_fun)
     axes = axes_of_exchanges("cond", (true_fun, false_fun), operands)
@@ -219,7 +219,7 @@ def switch(
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
-        return in_torch.switch(index, branches, operands)
+        return dynamo_forms.switch(index, branches, operands)
     operands = unpacked_operands(operands, branches[0])
     axes = axes_of_exchanges("switch", branches, operands)
     if axes and not _is_static(index):

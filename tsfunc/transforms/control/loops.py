@@ -18,7 +18,7 @@ from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.bridge.tracers.user_queries import statically_known_true
-from tsfunc.transforms.control import in_torch
+from tsfunc.transforms.control import dynamo_forms
 from tsfunc.transforms.control.call_forms import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import choice_of
 from tsfunc.transforms.control.control_operators import Checkpoint
@@ -79,7 +79,7 @@ def while_loop(
         )
     check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     if torch_records():
-        return in_torch.while_loop(cond_fun, body_fun, init_val)
+        return dynamo_forms.while_loop(cond_fun, body_fun, init_val)
     if not takes_entries(cond_fun, init_val):
         last = _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).run_to_end(init_val)
         return last
@@ -135,7 +135,7 @@ def fori_loop(
     """
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():
-        return in_torch.fori_loop(lower, upper, body_fun, init_val)
+        return dynamo_forms.fori_loop(lower, upper, body_fun, init_val)
     if isinstance(lower, torch.Tensor) or isinstance(upper, torch.Tensor):
         # The ranks of a mesh may have different bounds.
         carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)

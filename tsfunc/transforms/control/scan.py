@@ -19,7 +19,7 @@ from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results
-from tsfunc.transforms.control import in_torch
+from tsfunc.transforms.control import dynamo_forms
 from tsfunc.transforms.control.call_forms import also_called, check_callable
 from tsfunc.transforms.control.control_operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.control_recording import (
@@ -109,7 +109,7 @@ def scan(
     if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
         raise ValueError(f"scan: unroll: expected a bool or a positive int, got {unroll!r}.")
     if torch_records():
-        last, ys = in_torch.scan(f, init, xs, length, reverse, dim)
+        last, ys = dynamo_forms.scan(f, init, xs, length, reverse, dim)
         return last, ys
     every, spec = pytrees.flatten(xs)
     leaves = [leaf for leaf in every if leaf is not None]
@@ -355,7 +355,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"map: batch_size: expected at least 1, got {batch_size}.")
     if torch_records():
-        return in_torch.map_(f, xs, args)
+        return dynamo_forms.map_(f, xs, args)
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
@@ -429,7 +429,7 @@ def associative_scan(
         dim = int(axis)
     at = int(axis) if dim is None else dim
     if torch_records():
-        return in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
+        return dynamo_forms.associative_scan(fn, elems, at, bool(reverse), dim is not None)
     leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", "elems", elems, leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.torch_control_flow import (
+from tsfunc.bridge.control.torch_prototypes import (
     torch_associative_scan,
     torch_map,
     torch_scan,

@@ -79,7 +79,7 @@ def replace_halving(func: Callable[..., Any]) -> None:
     home.generic_associative_scan = call
 
 
-def patch_torch_loops() -> None:
+def patch_compiled_calls() -> None:
     """Patch torch so that its functions don't compile inside of a transform."""
     utils: Any = torch._higher_order_ops.utils
     compiled = getattr(utils, "_hop_compile_and_call", None)
@@ -87,4 +87,4 @@ def patch_torch_loops() -> None:
         utils._hop_compile_and_call = _redirect_to_own(compiled)
 
 
-patch_torch_loops()
+patch_compiled_calls()
