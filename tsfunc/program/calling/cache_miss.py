@@ -123,28 +123,14 @@ class CacheMiss:
         )
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
-        self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
-        self.closure_differences = self._closure_differences(cache)
         keys = {self.key(inputs, x) for x in (self.numbers(inputs, named_dims), ())}
-        dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
-        is_full = len(cache.entries) == cache.limit
-        if (
-            self.reason == UNSEEN
-            and is_full
-            and all(entry.key not in keys for entry in cache.entries)
-        ):
-            self.reason = dropped
+        had_program = self._set_reason(cache, facts, keys, reason)
         self.small = {
             name: size for name, size in self.sizes.items() if size < 2 and name in named_dims
         }
         self.variation = variation = Variation(self, cache, inputs, named_dims, facts)
         serving = cache.find_for_sizes(keys, self.flat, self.sizes)
-        self.is_known = serving is not None or self.reason in (UNSEEN, dropped)
-        if self.closure_differences and reason is None:
-            fewest = min(self.closure_differences, key=len)
-            self.reason = "; ".join(
-                difference_text(name, *values) for name, values in fewest.items()
-            )
+        self.is_known = serving is not None or had_program
         assumptions = Assumptions(
             records_autograd=cache.records_autograd, autograd_is_remembered=cache.records_autograd
         )
@@ -171,6 +157,23 @@ class CacheMiss:
         entry, closure_values = traced
         cache.add(entry)
         return entry, closure_values
+
+    def _set_reason(
+        self, cache: Cache, facts: Mapping[str, Any], keys: Collection[Any], reason: str | None
+    ) -> bool:
+        """Set the reason for the program; return True if such arguments have had a program."""
+        self.reason = reason or (reason_for(facts, cache.history) if cache.history else FIRST_CALL)
+        self.closure_differences = self._closure_differences(cache)
+        had_program = self.reason == UNSEEN
+        is_full = len(cache.entries) == cache.limit
+        if had_program and is_full and all(entry.key not in keys for entry in cache.entries):
+            self.reason = f"its program was dropped, of more than max_specializations={cache.limit}"
+        if self.closure_differences and reason is None:
+            fewest = min(self.closure_differences, key=len)
+            self.reason = "; ".join(
+                difference_text(name, *values) for name, values in fewest.items()
+            )
+        return had_program
 
     def _sizes_not_served(
         self, entry: CachedProgram, named_dims: Mapping[str, Dim]

@@ -504,17 +504,24 @@ class _Trace:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
-        used_names = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
-        names = names_in_source(request.func, {**lifted, **named}, builder.read, used_names)
-        for node in graph.nodes:
-            if node.op in ("get_attr", "placeholder") and node.target in names:
-                node.name = node.target = names[node.target]
+        names = self._rename_tensors({**lifted, **named})
         lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)
         return Program(
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
             frozenset({*constants, *(literals & lifted.keys())}), updates,
         )  # fmt: skip
+
+    def _rename_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+        """Give closed-over tensors in the graph the user's names; return these by the old names."""
+        request, graph = self.request, self.level.graph
+        used_names = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
+        read = self.instances.builder.read
+        names = names_in_source(request.func, tensors, read, used_names)
+        for node in graph.nodes:
+            if node.op in ("get_attr", "placeholder") and node.target in names:
+                node.name = node.target = names[node.target]
+        return names
 
 
 def run_without_grad(graph: torch.fx.Graph) -> None:
