@@ -297,6 +297,25 @@ def test_a_write_that_torch_refuses_is_refused_by_each_call(level_grad: bool) ->
             assert out.equal(torch.ones_like(x[0]) if level_grad else x[0])
 
 
+def test_a_cast_has_a_direct_plan_and_may_return_its_argument() -> None:
+    FUNCTION_PLANS.clear()
+    batch = torch.rand(4, 2, 3, 3, 3, dtype=torch.float64)
+
+    def f(x: Any) -> Any:
+        x = x * 1
+        same, other = x.double(), x.float()
+        assert same is x
+        same += 1
+        return x, other, other.half(memory_format=torch.channels_last)
+
+    for _ in range(3):
+        for found, wanted in zip(vmap(f)(batch), zip(*map(f, batch), strict=True), strict=True):
+            assert found.dtype is wanted[0].dtype and found.equal(torch.stack(wanted))
+            assert found[0].stride() == wanted[0].stride()
+    for cast in (torch.Tensor.double, torch.Tensor.float):
+        assert [plan.step for plan in plans(cast).plans.values()] == [PlanStep.DIRECT]
+
+
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_plans, "_MOST_PLANS", 3)
     FUNCTION_PLANS.clear()

@@ -34,7 +34,9 @@ _SEVERAL = frozenset({tuple, list, torch.Size})
 _INDICES = frozenset({int, slice, type(None), type(Ellipsis)})
 _STEPS = frozenset({int, type(None)})
 _INTEGERS = frozenset({torch.int64, torch.int32})
-_CASTS = "double float half bfloat16 long int short bool".split()
+_CASTS = [
+    getattr(torch.Tensor, name) for name in "double float half bfloat16 long int short bool".split()
+]
 
 # Names whose operator depends on the arguments (where(condition) is nonzero).
 _AMBIGUOUS = frozenset({"where", "max", "min", "to", "copy_", "fill_"})
@@ -217,23 +219,6 @@ def _part(rule: Rule) -> Rule:
     return rule_of_call
 
 
-def _cast(dtype: torch.dtype) -> Rule:
-    """Return the function rule of ``x.float()`` and similar casts to ``dtype``.
-
-    A tensor of that dtype is left to torch, which returns it unchanged.
-    """
-
-    def rule_of_call(
-        op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
-    ) -> Any:
-        (x, *rest) = args
-        if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:
-            return NotImplemented
-        return op(x), bdims[0]
-
-    return rule_of_call
-
-
 def _with_own_arguments() -> Iterator[tuple[str, Iterable[Any], Rule, bool]]:
     """Yield rules: the operators, the callables, the rule, True if the result may be a view."""
     view = torch.ops.aten.view.default
@@ -249,8 +234,6 @@ def _with_own_arguments() -> Iterator[tuple[str, Iterable[Any], Rule, bool]]:
     for name in ("real", "imag"):
         yield f"aten::{name}", _getters(name), _part(_rule_of(f"aten::{name}")), True
     yield "aten::detach", (_T.detach, torch.detach), pointwise, True
-    for name in _CASTS:
-        yield "aten::to.dtype", (getattr(_T, name),), _cast(getattr(torch, name)), False
 
 
 def _getters(*names: str) -> list[Any]:
@@ -295,6 +278,10 @@ def _declare() -> None:
         function_rules.add(Stage.BATCHING, rule, *functions, view=view, options=True)
         for operator in operators.split():
             _by_operator.setdefault(_base(operator), []).extend(functions)
+    # A cast takes a memory format, which is that of an example.
+    function_rules.add(Stage.BATCHING, pointwise, *_CASTS)
+    for base in ("to", "_to_copy"):
+        _by_operator.setdefault(base, []).extend(_CASTS)
 
 
 _declare()

@@ -40,16 +40,18 @@ Stack stack_of_values(DispatchHandler* handler, PyObject* form, FunctionCall& ca
 }
 
 // Call a function on the values of a call, as they are or with arguments that are shifted past the
-// batch dim: its operator, if the plan knows it. Return the wrapped result, or the argument that is
-// written, or None of an assignment to an item; null without an error where that is not possible.
+// batch dim: its operator, if the plan knows it. Return the wrapped result, or the first argument if
+// that is written or returned, or None of an assignment to an item; null without an error where that
+// is not possible.
 Owned call_on_values(
     PyObject* func, PyObject* plan, FunctionCall& call, bool direct, PyObject* state,
-    PyObject* kwnames, PyObject* written) {
+    PyObject* kwnames, PyObject* first) {
+  bool writes = slot(plan, slots.writes) == Py_True;
   DispatchHandler* handler = nullptr;
   if (!call.function_subclass && (direct || can_shift(plan, call))) handler = torch_operator(plan);
   Stack stack;
   if (handler != nullptr) {
-    stack = stack_of_values(handler, slot(plan, slots.torch_form), call, written != nullptr);
+    stack = stack_of_values(handler, slot(plan, slots.torch_form), call, writes);
     if (direct)
       pad(stack, call);
     else if (!shift_arguments(plan, call, stack))
@@ -57,11 +59,16 @@ Owned call_on_values(
   }
   if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
     return Owned();
-  if (written != nullptr) update_history(call.values()[0]);
+  if (writes) update_history(call.values()[0]);
   PyObject* outer = slot(call.level, slots.outer);
   PyObject* bdim = direct ? slot(plan, slots.dim) : names.zero;
+  const at::Tensor* held =
+      is_tracer(first) && level_of(first) == call.level ? tensor_of(first) : nullptr;
+  // The values as Python objects replace the tensor that the tracer holds.
+  const c10::TensorImpl* given = held == nullptr ? nullptr : held->unsafeGetTensorImpl();
   auto result = [&](const at::Tensor& value) {
-    return written != nullptr ? Owned::copy(written) : wrap(value, bdim, call.level);
+    bool returns_first = writes || value.unsafeGetTensorImpl() == given;
+    return returns_first ? Owned::copy(first) : wrap(value, bdim, call.level);
   };
   std::optional<UnderState> under;
   if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
@@ -190,10 +197,8 @@ Owned call_by_plan(
       !any_autocast() &&  // NOTE [autocast and rules]
       !c10::impl::dispatch_mode_enabled();
   if (direct || may_go) {
-    bool writes = slot(plan.get(), slots.writes) == Py_True;
-    Owned out = call_on_values(
-        func, plan.get(), call, direct, state.get(), kwnames,
-        writes ? given[0] : nullptr);
+    Owned out =
+        call_on_values(func, plan.get(), call, direct, state.get(), kwnames, given[0]);
     if (out || direct) return out;
   }
   // torch calls the operator, whose plan the dispatch handler runs, unless its recipe is known.

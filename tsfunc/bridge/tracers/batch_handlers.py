@@ -43,7 +43,6 @@ from tsfunc.bridge.tracers.call_plans import (
     PlanStep,
     arguments_of,
     bdims_at_call,
-    fits,
     has_outer_dims_first,
     need_lifting,
     plans_of_function,
@@ -158,7 +157,7 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
     if plan.training is not None and values[plan.training] is not False:
         return NotImplemented
-    direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and fits(plan, values))
+    direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and _fits(plan, values))
     bdims = plan.bdims
     if not direct:
         if step is _TABLE or step is _UNBATCHED or any_autocast():
@@ -186,6 +185,8 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         out = _compute(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
+    if direct and out is values[0]:
+        return args[0]
     return _wrap_results(plan, level, direct, args, kwargs, out)
 
 
@@ -200,6 +201,17 @@ def _call_recorded(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if func not in METHODS:
             raise
         return NotImplemented
+
+
+def _fits(plan: CallPlan, values: Sequence[Any]) -> bool:
+    """True if the operands of a ``SAME_RANK`` or ``BROADCAST`` plan need no alignment."""
+    x, y = values[:2]
+    if plan.step is _SAME_RANK:
+        return bool(x.dim() == y.dim())
+    if not plan.first:
+        x, y = y, x
+    # The unbatched operand has no dim to the left of the batch dim.
+    return bool(1 < x.dim() > y.dim() + plan.dim)
 
 
 def _compute(
@@ -318,7 +330,7 @@ def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
     tls.state = level.kernel_state(level.key_index)
     try:
         direct = step is _DIRECT or (
-            (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
+            (step is _SAME_RANK or step is _BROADCAST) and _fits(plan, values)
         )
         out = _compute(plan, level, direct, values, kwargs, bdims)
     finally:

@@ -62,7 +62,8 @@ class PlanStep(enum.Enum):
     """The step of a plan that makes its results."""
 
     TABLE = "table"  # the call has no plan
-    DIRECT = "direct"  # call the function on the values
+    # Call the function on the values. It may return the first one: the result is then the tracer.
+    DIRECT = "direct"
     # The same for two batched operands of one rank, and for one whose other operand is not batched
     # and broadcasts to it. The batching rule takes other operands.
     SAME_RANK = "same_rank"
@@ -563,17 +564,6 @@ def _are_moved(kinds: Sequence[Any]) -> bool:
 def _is_tensor(kind: Any) -> bool:
     """True for the kind of a tensor that is not batched, or not at the level."""
     return kind is None or kind in PLAIN_TENSORS or kind in TRACERS
-
-
-def fits(plan: CallPlan, values: Sequence[Any]) -> bool:
-    """True if the operands of a ``SAME_RANK`` or ``BROADCAST`` plan need no alignment."""
-    x, y = values[:2]
-    if plan.step is PlanStep.SAME_RANK:
-        return bool(x.dim() == y.dim())
-    if not plan.first:
-        x, y = y, x
-    # The unbatched operand has no dim to the left of the batch dim.
-    return bool(1 < x.dim() > y.dim() + plan.dim)
 
 
 def _has_batched(kinds: Sequence[Any]) -> bool:

@@ -95,8 +95,7 @@ def required_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
 
 
 _T: Any = torch.Tensor
-# Composites of one view or cast, or of none, whose plan takes less than a rule in Python.
+# Composites of one view or cast, whose plan takes less than a rule in Python.
 OF_ONE_OPERATOR: Final = frozenset({
-    _T.T.__get__, _T.mT.__get__, _T.type_as, _T.expand_as, _T.double,
-    _T.float, _T.half, _T.bfloat16, _T.long, _T.int, _T.short, _T.bool,
+    _T.T.__get__, _T.mT.__get__, _T.type_as, _T.expand_as,
 })  # fmt: skip
