@@ -74,7 +74,7 @@ test: setup
 NEWEST_TESTS := tests/bridge tests/ops/catalogue tests/ops/test_linalg.py \
     tests/programming_model/test_control_flow.py tests/program/test_files_rules.py \
     tests/test_doctor.py tests/test_releases.py tests/test_without_numpy.py \
-    tests/transforms/control/test_in_torch.py tests/transforms/control/test_torch_operators.py \
+    tests/transforms/control/test_dynamo_forms.py tests/transforms/control/test_torch_operators.py \
     tests/transforms/test_checkpoint.py tests/transforms/test_compile.py \
     tests/transforms/test_custom_function.py tests/transforms/test_dispatch_modes.py \
     tests/transforms/test_forward.py tests/transforms/test_torch_func.py

@@ -93,7 +93,9 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     x, dim, index = args
     bdim, q = bdims[0], bdims[2]
     size = level.batch_size
-    if logical_rank(index, q) > 1 or (logical_rank(x, bdim) == 0 and _element_count(index, q) != 1):
+    if logical_rank(index, q) > 1 or (
+        logical_rank(x, bdim) == 0 and math.prod(logical_shape(index, q)) != 1
+    ):
         return raise_as_one_example(op, bdims, args, kwargs)
     if q is None:
         if x.dim() == 1:
@@ -109,11 +111,6 @@ def index_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     pairs = _as_halves(x)
     out = _view_as_complex(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
-
-
-def _element_count(x: Tensor, bdim: int | None) -> Any:
-    """Return the number of elements of one example."""
-    return math.prod(logical_shape(x, bdim))
 
 
 def _as_halves(x: Tensor) -> Tensor:

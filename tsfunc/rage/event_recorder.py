@@ -78,12 +78,10 @@ class Event:
 
     def line(self) -> str:
         """Return the event as a line of a file."""
-        about = {"seconds": round(self.seconds, 6), "kind": self.kind, **_if_many(self.times)}
+        about: dict[str, Any] = {"seconds": round(self.seconds, 6), "kind": self.kind}
+        if self.times > 1:
+            about["times"] = self.times
         return json.dumps({**about, "facts": self.facts}) + "\n"
-
-
-def _if_many(times: int) -> dict[str, int]:
-    return {"times": times} if times > 1 else {}
 
 
 class EventRecorder:

@@ -60,7 +60,7 @@ def check_vmap(
         >>> from tsfunc.testing import check_vmap
         >>> check_vmap(lambda x, y: x @ y, torch.ones(3, 2), torch.ones(2), in_dims=(0, None))
     """
-    dims = pytrees.broadcast_prefix(in_dims, args, _is_dim)
+    dims = pytrees.broadcast_prefix(in_dims, args, lambda dim: dim is None or isinstance(dim, int))
     flat, tree = pytrees.flatten(args)
     mapped = [x for x, dim in zip(flat, dims, strict=True) if dim is not None]
     if not mapped or not all(isinstance(x, torch.Tensor) for x in mapped):
@@ -78,10 +78,6 @@ def check_vmap(
 def _stack(parts: Sequence[Any]) -> Any:
     """Stack one result over all examples; a non-tensor result is the first example's."""
     return torch.stack(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
-
-
-def _is_dim(value: Any) -> bool:
-    return value is None or isinstance(value, int)
 
 
 @law

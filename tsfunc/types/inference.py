@@ -57,15 +57,13 @@ def of_value(value: Any, *, describe: bool = False) -> TSAllType:
     try:
         if isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
             return _module_type(value, ())
-        return _common([value], _description if describe else lambda tensor: TENSOR)
+        return _common(
+            [value], lambda x: TSTensor(meta=MetaTensorType.of(x)) if describe else TENSOR
+        )
     except RecursionError:
         raise TypeCheckError(
             f"a {type(value).__name__} that contains itself, or is nested too deeply, has no type"
         ) from None
-
-
-def _description(tensor: torch.Tensor) -> TSType:
-    return TSTensor(meta=MetaTensorType.of(tensor))
 
 
 def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:

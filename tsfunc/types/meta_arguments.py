@@ -52,16 +52,14 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
     }
     _require_one_memory(values)
     _require_some_strides(values)
-    if values["requires_grad"] and not (dtype is None or _is_differentiable(dtype)):
+    if values["requires_grad"] and not (
+        dtype is None or dtype.is_floating_point or dtype.is_complex
+    ):
         raise DescriptorError(
             f"MetaTensorType(dtype={dtype}, requires_grad=True): only tensors of floating point "
             f"and complex numbers require gradients; leave requires_grad out"
         )
     return values
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class SizeSum:
             powers = dict(one)
             for atom, power in two:
                 powers[atom] = powers.get(atom, 0) + power
-            term = tuple(sorted(powers.items(), key=_text_of_first))
+            term = tuple(sorted(powers.items(), key=lambda item: str(item[0])))
             terms[term] = terms.get(term, 0) + factor * more
         return _sum_of_terms(terms)
 
@@ -323,10 +323,6 @@ def _term_order(entry: tuple[Term, int]) -> tuple[int, list[tuple[str, int]]]:
     """Order terms by their degree, then by their names."""
     term = entry[0]
     return -sum(power for _, power in term), [(str(atom), power) for atom, power in term]
-
-
-def _text_of_first(item: tuple[Atom, int]) -> str:
-    return str(item[0])
 
 
 def _operand(value: SizeSum) -> str:

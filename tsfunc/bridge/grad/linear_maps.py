@@ -9,7 +9,8 @@ tracers carry tangents, the map is one node of that level's graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -52,7 +53,9 @@ class _Node(Function):
         ctx.f = f
         ctx.count = len(values)
         ctx.levels = [v.dispatch_level for v in values]
-        ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
+        ctx.zeros = (
+            [functools.partial(torch.zeros_like, v) for v in values] if len(values) > 1 else None
+        )
         # The values inside belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return f.run(values)
@@ -73,10 +76,6 @@ class _Node(Function):
         return linear(
             ctx.f, [at_level(t, level) for t, level in zip(directions, ctx.levels, strict=True)]
         )
-
-
-def _zeros_like(value: Any) -> Callable[[], Any]:
-    return lambda: torch.zeros_like(value)
 
 
 _SAME: Final = object()

@@ -396,7 +396,9 @@ def _close_gaps(base: _Extent, extents: Sequence[_Extent]) -> None:
         return
     steps: list[tuple[Any, Any]] = []  # the stride of each dim, with gaps and without
     dense: Any = 1
-    for size, stride in sorted(zip(base.size, base.stride, strict=True), key=_hinted_stride):
+    for size, stride in sorted(
+        zip(base.size, base.stride, strict=True), key=lambda dim: hint_of(dim[1])
+    ):
         if hint_of(size) != 1:
             steps.insert(0, (stride, dense))
             dense = dense * size
@@ -417,10 +419,6 @@ def _close_gaps(base: _Extent, extents: Sequence[_Extent]) -> None:
         return
     for extent, (offset, strides) in zip(extents, places, strict=True):
         extent.offset, extent.stride = offset, tuple(strides)
-
-
-def _hinted_stride(dim: tuple[Any, Any]) -> Any:
-    return hint_of(dim[1])
 
 
 def _copies(base: torch.Tensor, position: _Extent, level: TracerLevel) -> Any:

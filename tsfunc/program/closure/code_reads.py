@@ -183,11 +183,6 @@ _COUNTS_ITEM = (
 _ADDING = frozenset({"append", "appendleft", "extend", "extendleft", "insert"})
 
 
-def _outermost(module: Access) -> Access:
-    """Return the module that ``import a.b`` binds: ``a``."""
-    return module if module.level else replace(module, name=module.name.partition(".")[0])
-
-
 def _instruction_name(step: dis.Instruction) -> str:
     """Return the name of an instruction; "INPLACE" for an in-place operator."""
     if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
@@ -263,7 +258,10 @@ class _Scan:
                 names = value  # the last constant before it: a tuple in `from a import b`, or None
             elif name == "IMPORT_NAME":
                 module = Access("module", value, (), line, level)
-                imported = module if names else _outermost(module)
+                if names or level:
+                    imported = module
+                else:  # ``import a.b`` binds ``a``
+                    imported = replace(module, name=value.partition(".")[0])
             elif name == "IMPORT_FROM" and module is not None:
                 whole = module if names else imported
                 imported = replace(whole, attributes=(*whole.attributes, value))

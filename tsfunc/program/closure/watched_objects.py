@@ -71,7 +71,7 @@ class WatchedObject:
         if replaced is not None and isinstance(self.value, replaced[0]):
             return replaced[1](self.value)
         member = inspect.getattr_static(type(self.value), name, MISSING)
-        if _is_data_descriptor(member):
+        if hasattr(type(member), "__set__") or hasattr(type(member), "__delete__"):
             if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
                 return self._hold(name, plain(self.value, name), f".{name}")
             self._descriptor(name, member)
@@ -244,7 +244,9 @@ class WatchedObject:
 
     def _require_none_of_its_own(self, name: str) -> None:
         """Guard that the object has no attribute of this name, which would hide the class's."""
-        if name not in self._held and _has_dict(self.value):
+        if name not in self._held and any(
+            "__dict__" in vars(cls) for cls in type(self.value).__mro__
+        ):
             namespace = self.source.attribute("__dict__")
             self._guards.add(Missing(namespace, name, IN_DICT))
         self._held.add(name)
@@ -295,10 +297,6 @@ def _dict_of(value: Any) -> dict[str, Any]:
     return namespace
 
 
-def _has_dict(value: Any) -> bool:
-    return any("__dict__" in vars(cls) for cls in type(value).__mro__)
-
-
 def _find(value: Any, name: str) -> tuple[str | None, Any]:
     """Return the location of an attribute in the object itself, and its value."""
     namespace = _dict_of(value)
@@ -343,7 +341,3 @@ def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
     if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
         return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
     return None
-
-
-def _is_data_descriptor(member: Any) -> bool:
-    return hasattr(type(member), "__set__") or hasattr(type(member), "__delete__")

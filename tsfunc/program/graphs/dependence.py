@@ -91,7 +91,8 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
         if node.op == "placeholder":
             value = next(patterns_of_inputs)
             first = not patterns
-            patterns[node] = _Value(value, _identity(value) if first else None, first)
+            identity = torch.arange(value.numel()).expand(2, -1) if first else None
+            patterns[node] = _Value(value, identity, first)
         elif node.op == "output":
             (out,) = node.args[0]
             known_value = patterns.get(out)
@@ -296,10 +297,6 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 
 def _known(x: torch.Tensor) -> torch.Tensor:
     return (x != 0).double()
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(x.numel()).expand(2, -1)
 
 
 def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,10 @@ class TensorMeta(ArgumentGuard):
             "requires_grad": None if spec.any_grad else x.requires_grad,
             "shape": list(x.shape),
             "strides": list(x.stride()),
-            "dims": [dim if isinstance(dim, int) else _dim_name(dim) for dim in spec.dims],
+            "dims": [
+                dim if isinstance(dim, int) else dim.name if isinstance(dim, Dim) else str(dim)
+                for dim in spec.dims
+            ],
         }
 
     @classmethod
@@ -372,10 +375,6 @@ def read_number_spec(
     if name in used_names or keyword.iskeyword(name):
         field.fail_expected("another name")
     return spec
-
-
-def _dim_name(dim: DimForm) -> str:
-    return dim.name if isinstance(dim, Dim) else str(dim)
 
 
 def _read_size(field: Field, named_dims: Mapping[str, Dim]) -> DimForm:
