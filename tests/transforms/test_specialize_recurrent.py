@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsfunc
 from tsfunc import MetaTensorType, grad, jvp, specialize, vmap
+from tsfunc.pytrees import leaves_of
 
 LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
@@ -68,6 +70,43 @@ def test_one_program_for_open_batch_and_length(name: str, transform: str) -> Non
         x = torch.randn(a, b, 3, dtype=torch.float64)
         torch.testing.assert_close(program(x), f(x))
     assert program.cache_info().programs == 1
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("descriptors", [{}, {"x": MetaTensorType(["a", "b", 3])}])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_strides_of_results(name: str, batch_first: bool, descriptors: dict[str, Any]) -> None:
+    projected = {"proj_size": 2} if name == "lstm" else {}
+    for options in ({}, {"bidirectional": True}, {"num_layers": 2, **projected}):
+        layer = LAYERS[name](3, 4, batch_first=batch_first, **options)
+        program = specialize(lambda x, layer=layer: leaves_of(layer(x)), descriptors)
+        with torch.no_grad():
+            for x in (torch.randn(2, 5, 3), torch.randn(1, 1, 3)):
+                for got, want in zip(program(x), leaves_of(layer(x)), strict=True):
+                    torch.testing.assert_close(got, want)
+                    assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_time_of_a_trace_does_not_grow_with_the_length(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length of one is traced as a large one, so that saving a layer took many minutes."""
+    dispatch, calls = FakeTensorMode.dispatch, []
+
+    def counted(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(func)
+        return dispatch(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    layer, counts = LAYERS[name](3, 4), []
+    for length in (3, 30):
+        calls.clear()
+        with torch.no_grad():
+            specialize(layer, {"input": MetaTensorType(["t", "b", 3])})(torch.ones(length, 2, 3))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

@@ -152,7 +152,7 @@ DESCRIBED: dict[str, tuple[Function, str]] = {
     "list that contains itself": (lambda: vmap(lambda x, k=CIRCULAR: x[9])(X), "had x: float32[3]"),
     "many": (
         lambda: grad(lambda ws, x: ws[5].sum())([W] * 5, X),
-        ", ws[3]: float32[3, 2] and 1 more in ws, x: float32[5, 3]",
+        ", ws[2]: float32[3, 2] and 2 more in ws, x: float32[5, 3]",
     ),
 }
 

@@ -20,6 +20,6 @@ Results of operators
 Shape rules
     - ``shape_rules``: rules that replace torch's
     - ``result_rules``: rules that torch lacks
-    - ``reshape_rules``, ``split_rules``, ``window_rules``, ``packed_rules``: those of families
+    - ``reshape_rules``, ``split_rules``, ``window_rules``, ``recurrent_rules``: those of families
     - ``sized_indexing``: ints and slices in ``x[...]``
 """

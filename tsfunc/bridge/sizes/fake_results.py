@@ -65,7 +65,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from tsfunc.bridge.sizes import packed_rules as packed_rules  # registers its rules
+from tsfunc.bridge.sizes import recurrent_rules as recurrent_rules  # registers its rules
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules

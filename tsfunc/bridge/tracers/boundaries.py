@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # --- the public calls
 
 _NO_FUNCTION: Final = object()  # None is a value that a user can pass
-_MOST_TENSORS: Final = 4  # of one argument in the note of an error
+_MOST_TENSORS: Final = 3  # of one argument in the note of an error
 
 
 def check_function(name: str, func: Any) -> None:

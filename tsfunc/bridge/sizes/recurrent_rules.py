@@ -1,4 +1,6 @@
-"""Result shapes for packed sequences, whose numbers of rows and steps depend on data.
+"""Result shapes of recurrent layers, and of packed sequences.
+
+torch computes the shapes of a layer by all of its steps, which takes a second for twenty of them.
 
 A packed sequence has as many rows as the sum of its lengths, and as many batch sizes as its
 longest sequence: NOTE [sizes of data] in ``symbols``. The first batch size is the number of
@@ -53,7 +55,24 @@ def _layers(
     data: Any, batch_sizes: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool,
 ) -> Any:  # fmt: skip
+    features, ended = _features_and_states(data, hx, bidirectional)
+    return new_like(data, [data.shape[0], features]), *ended
+
+
+@shape_rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input", fixed=True)
+def _layers_of_steps(
+    x: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    if x.dim() != 3:
+        return NotImplemented  # torch raises the error
+    features, ended = _features_and_states(x, hx, bidirectional)
+    order = (1, 0, 2) if batch_first else ()
+    return new_like(x, [*x.shape[:2], features], order=order), *ended
+
+
+def _features_and_states(x: Any, hx: Any, bidirectional: bool) -> tuple[Any, list[Any]]:
+    """Return the number of features of a layer's result, and the states after the last step."""
     states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
     features = states[0].shape[-1] * (2 if bidirectional else 1)
-    ended = [new_like(data, state.shape, state.dtype) for state in states]
-    return new_like(data, [data.shape[0], features]), *ended
+    return features, [new_like(x, state.shape, state.dtype) for state in states]
