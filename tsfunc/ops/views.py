@@ -57,7 +57,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, bdim: int) -> list[Any]:
     return out
 
 
-def _batched_sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
+def _batched_sizes(bdims: BatchDims, args: Args) -> list[Any] | None:
     """Return the requested sizes preceded by the batch size; None if several of them are -1."""
     x = args[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
@@ -70,7 +70,7 @@ def _batched_sizes(op: Any, bdims: BatchDims, args: Args) -> list[Any] | None:
 @shifted(Shift.SAME, Shift.SIZES)
 def reshape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reshape with the batch dim first."""
-    sizes = _batched_sizes(op, bdims, args)
+    sizes = _batched_sizes(bdims, args)
     if sizes is None:
         return raise_as_one_example(op, bdims, args, kwargs)
     return op(batch_to_front(args[0], bdims[0]), sizes), 0
@@ -83,7 +83,7 @@ def view(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
     Otherwise the tracer can need a copy of its value, which a rule cannot make.
     """
-    sizes = _batched_sizes(op, bdims, args)
+    sizes = _batched_sizes(bdims, args)
     if sizes is None:
         return raise_as_one_example(op, bdims, args, kwargs)
     try:

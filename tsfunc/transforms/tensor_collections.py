@@ -38,7 +38,7 @@ def tensordict_module() -> Any:
         return None
     for name in _IMPORTERS.difference(_extended):
         if (importer := sys.modules.get(name)) is not None:
-            extend_is_batched(importer, "is_batchedtensor", lambda x: isinstance(x, BatchTracer))
+            extend_is_batched(importer, lambda x: isinstance(x, BatchTracer))
             _extended.add(name)
     return module
 

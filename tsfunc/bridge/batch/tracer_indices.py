@@ -155,7 +155,7 @@ def _item_positions(item: Any, size: int) -> torch.Tensor:
     step = 1 if item.step is None else item.step
     start = _bound(item.start, 0, size, like)
     stop = _bound(item.stop, size, size, like)
-    count = _common_count(torch.clamp(stop - start + (step - 1), min=0) // step, item)
+    count = _common_count(torch.clamp(stop - start + (step - 1), min=0) // step)
     return start + torch.arange(count, device=like.device) * step
 
 
@@ -164,7 +164,7 @@ def _bound(bound: Any, default: int, size: int, like: torch.Tensor) -> torch.Ten
     return torch.where(value < 0, value + size, value).clamp(0, size)
 
 
-def _common_count(counts: Any, item: slice) -> int:
+def _common_count(counts: Any) -> int:
     """Return the size of a slice, which must be the same for all examples of all vmaps.
 
     Raises:

@@ -98,7 +98,7 @@ def map_inner_tensor(
     )
 
 
-def extend_is_batched(module: Any, name: str, is_batched: Callable[[Any], bool]) -> None:
-    """Teach a module's alias of torch.func's ``is_batchedtensor`` about other batched tensors."""
-    if getattr(module, name, None) is _functorch.is_batchedtensor:
-        setattr(module, name, lambda x: _functorch.is_batchedtensor(x) or is_batched(x))
+def extend_is_batched(module: Any, is_batched: Callable[[Any], bool]) -> None:
+    """Teach a module's import of torch.func's ``is_batchedtensor`` about other batched tensors."""
+    if getattr(module, "is_batchedtensor", None) is _functorch.is_batchedtensor:
+        module.is_batchedtensor = lambda x: _functorch.is_batchedtensor(x) or is_batched(x)

@@ -212,7 +212,7 @@ def _add_keyword_only(
             raise _NoForm
 
 
-def _form_of(op: TorchOperator, function: Any, args: Args, kwargs: Kwargs) -> Form:
+def _form_of(op: TorchOperator, args: Args, kwargs: Kwargs) -> Form:
     """Return the conversion of a call to an operator's schema, by the types of its arguments."""
     schema: Any = op.overload._schema
     form = Form(op, _result_class(schema))
@@ -385,7 +385,7 @@ def find_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
             if form is None:
                 if op.overload._schema.name != f"aten::{function.__name__}":
                     return None
-                form = _form_of(op, function, probes, named)
+                form = _form_of(op, probes, named)
             if form.op is not op:
                 return None
             parsed = form.arguments(probes, named)
