@@ -224,10 +224,6 @@ def _bounds_like_numbers(x: Tensor, bounds: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _is_integral(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
-
-
 @function_rules.replace(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,
@@ -251,7 +247,9 @@ def _cov(
                 f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
                 f"got the shape {tuple(weight.shape)}"
             )
-        expected = weight.is_floating_point() if name == "aweights" else _is_integral(weight)
+        floating = weight.is_floating_point()
+        integral = not (floating or weight.is_complex() or weight.dtype is torch.bool)
+        expected = floating if name == "aweights" else integral
         if not expected:
             kind = "integral" if name == "fweights" else "floating point"
             raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {weight.dtype}")

@@ -93,7 +93,11 @@ def _calls_by_difference(
     calls: dict[Names, list[Facts]] = {}
     for others in history:
         names = differing(facts, others)
-        if names and all(_may_vary(name, facts, others, sizes, numbers) for name in names):
+        # Two sizes, or two numbers of one type.
+        if names and all(
+            (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
+            for name in names
+        ):
             calls.setdefault(frozenset(names), []).append(others)
     return calls
 
@@ -122,17 +126,6 @@ def seen_values(
             if len(values) >= AFTER:
                 seen.setdefault(name, values)
     return seen
-
-
-def _may_vary(
-    name: str,
-    facts: Facts,
-    others: Facts,
-    sizes: Mapping[str, int],
-    numbers: Mapping[str, int | float],
-) -> bool:
-    """True if a difference is between two sizes, or two numbers of one type."""
-    return (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
 
 
 def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
