@@ -45,7 +45,7 @@ Stack stack_of_values(DispatchHandler* handler, PyObject* form, FunctionCall& ca
 // is not possible.
 Owned call_on_values(
     PyObject* func, PyObject* plan, FunctionCall& call, bool direct, PyObject* state,
-    PyObject* kwnames, PyObject* first) {
+    PyObject* kwnames, PyObject* const* given) {
   bool writes = slot(plan, slots.writes) == Py_True;
   DispatchHandler* handler = nullptr;
   if (!call.function_subclass && (direct || can_shift(plan, call))) handler = torch_operator(plan);
@@ -57,17 +57,23 @@ Owned call_on_values(
     else if (!shift_arguments(plan, call, stack))
       handler = nullptr;
   }
-  if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
+  PyObject* first = given[0];
+  const at::Tensor* held =
+      is_tracer(first) && level_of(first) == call.level ? tensor_of(first) : nullptr;
+  std::optional<std::vector<at::indexing::TensorIndex>> index;
+  if (!direct && held != nullptr && call.count() == 2 && has_index(plan) && call.strided &&
+      !call.outer_tracers && batch_size(call.level) > 0)
+    index = index_of_batch(given[1]);
+  if (handler == nullptr && !index &&
+      !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
     return Owned();
   if (writes) update_history(call.values()[0]);
   PyObject* outer = slot(call.level, slots.outer);
   PyObject* bdim = direct ? slot(plan, slots.dim) : names.zero;
-  const at::Tensor* held =
-      is_tracer(first) && level_of(first) == call.level ? tensor_of(first) : nullptr;
   // The values as Python objects replace the tensor that the tracer holds.
-  const c10::TensorImpl* given = held == nullptr ? nullptr : held->unsafeGetTensorImpl();
+  const c10::TensorImpl* argument = held == nullptr ? nullptr : held->unsafeGetTensorImpl();
   auto result = [&](const at::Tensor& value) {
-    bool returns_first = writes || value.unsafeGetTensorImpl() == given;
+    bool returns_first = writes || value.unsafeGetTensorImpl() == argument;
     return returns_first ? Owned::copy(first) : wrap(value, bdim, call.level);
   };
   std::optional<UnderState> under;
@@ -79,12 +85,10 @@ Owned call_on_values(
       under.reset();
       return from_stack(stack, slot(slot(plan, slots.torch_form), slots.result_class), result);
     }
-    if (!direct && !call.outer_tracers && call.count() == 2) {  // x[index]
-      PyObject** values = call.values();
-      if (auto item = get_item(THPVariable_Unpack(values[0]), values[1])) {
-        under.reset();
-        return result(*item);
-      }
+    if (index) {
+      at::Tensor item = at::indexing::get_item(*held, *index);
+      under.reset();
+      return result(item);
     }
     Owned out = checked(PyObject_Vectorcall(
         direct ? slot(plan, slots.function) : func, call.values(),
@@ -198,7 +202,7 @@ Owned call_by_plan(
       !c10::impl::dispatch_mode_enabled();
   if (direct || may_go) {
     Owned out =
-        call_on_values(func, plan.get(), call, direct, state.get(), kwnames, given[0]);
+        call_on_values(func, plan.get(), call, direct, state.get(), kwnames, given.data());
     if (out || direct) return out;
   }
   // torch calls the operator, whose plan the dispatch handler runs, unless its recipe is known.

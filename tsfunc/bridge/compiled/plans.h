@@ -257,11 +257,16 @@ bool read_bound(PyObject* bound, std::optional<c10::SymInt>& number) {
   return is_int(bound) && overflow == 0;
 }
 
-// x[index] of plain tensors, for a tuple of numbers, slices, None and ellipses; else nothing.
-std::optional<at::Tensor> get_item(const at::Tensor& x, PyObject* index) {
+// The index of a batch whose first dim is that of the batch, for x[index] of an example: a full slice
+// comes first. Nothing for an index that has more than numbers, slices, None and ellipses.
+std::optional<std::vector<at::indexing::TensorIndex>> index_of_batch(PyObject* index) {
+  bool several = PyTuple_CheckExact(index);
+  Py_ssize_t size = several ? PyTuple_GET_SIZE(index) : 1;
   std::vector<at::indexing::TensorIndex> items;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
-    PyObject* item = PyTuple_GET_ITEM(index, i);
+  items.reserve(size + 1);
+  items.emplace_back(at::indexing::Slice());
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = several ? PyTuple_GET_ITEM(index, i) : index;
     std::optional<c10::SymInt> start, stop, step;
     if (item == Py_None) {
       items.emplace_back(at::indexing::None);
@@ -278,7 +283,7 @@ std::optional<at::Tensor> get_item(const at::Tensor& x, PyObject* index) {
       items.emplace_back(*start);
     }
   }
-  return at::indexing::get_item(x, items);
+  return items;
 }
 
 }  // namespace
