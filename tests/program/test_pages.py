@@ -147,19 +147,42 @@ document.body.dataset.result = JSON.stringify(out);
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium) is installed")
-def test_a_browser_moves_scales_searches_and_opens(page: Path, tmp_path: Path) -> None:
-    probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
+def in_browser(page: Path, probe: str) -> Any:
+    """Return the result of a script that a browser runs in a page."""
+    probed = page.with_name("probed.html")
+    probed.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     done = subprocess.run(
         [str(BROWSER), *options, "--dump-dom", probed.as_uri()],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     (result,) = re.findall(r'data-result="([^"]*)"', done.stdout)
-    out = json.loads(html.unescape(result))
+    return json.loads(html.unescape(result))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium) is installed")
+def test_a_browser_moves_scales_searches_and_opens(page: Path) -> None:
+    out = in_browser(page, PROBE)
     assert out["scaled"] and out["moved"] and out["reset"]
     assert "scan" in out["hint"] and "line:" in out["hint"] and out["gone"] == ""
     assert out["marked"] == 1
     assert (out["before"], out["after"]) == (0, 1)
     assert "relu_default" in out["found"]
+
+
+REPORT_PROBE = """<script>
+{
+const search = document.getElementById("search");
+search.value = "aten::SIN";
+search.dispatchEvent(new Event("input"));
+const shown = [...document.querySelectorAll("tbody tr")].filter((row) => !row.hidden);
+document.body.dataset.result = JSON.stringify(shown.map((row) => row.cells[0].textContent));
+}
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium) is installed")
+def test_a_browser_searches_a_report(tmp_path: Path) -> None:
+    report = explain(vmap(lambda x: x.sin() @ x), torch.ones(3, 2))
+    report.show(tmp_path / "report.html")
+    assert in_browser(tmp_path / "report.html", REPORT_PROBE) == ["aten::sin"]
