@@ -116,7 +116,7 @@ def test_the_message_is_that_of_torch_with_the_value() -> None:
         torch.mm(x[0], y[0])
     with pytest.raises(RuntimeError, match=re.escape(str(plain.value))) as caught:
         tsfunc.vmap(torch.mm)(x, y)
-    assert "Shape mismatch inside of vmap" in str(caught.value)
+    assert "Inside of vmap, " in str(caught.value)
     assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
 
 
@@ -127,6 +127,13 @@ def test_nested_vmaps_say_the_shapes_of_the_example_once(dtype: torch.dtype) -> 
         tsfunc.vmap(tsfunc.vmap(torch.mm))(x, y)
     assert str(caught.value).count("nside of vmap") == 1
     assert str(caught.value).count("examples of shape (2, 2), (2,)") == 1
+
+
+def test_a_wrong_dtype_is_no_mismatch_of_shapes() -> None:
+    x, label = torch.ones(SIZE, 4), torch.ones(SIZE)
+    with pytest.raises(RuntimeError, match="expected target dtype") as caught:
+        tsfunc.vmap(torch.nn.functional.cross_entropy)(x, label)
+    assert "mismatch" not in str(caught.value)
 
 
 def test_the_message_says_the_dtypes_where_they_differ() -> None:
@@ -145,13 +152,13 @@ def test_a_bias_does_not_widen_the_result() -> None:
 
 
 def test_an_empty_batch_is_refused_as_well() -> None:
-    with pytest.raises(RuntimeError, match="Shape mismatch inside of vmap"):
+    with pytest.raises(RuntimeError, match="Inside of vmap, "):
         tsfunc.vmap(torch.mm)(torch.ones(0, 2, 2), torch.ones(0, 2))
 
 
 def test_nothing_is_written_before_a_refusal() -> None:
     x = torch.zeros(SIZE, 2, 2)
-    with pytest.raises(RuntimeError, match="Shape mismatch inside of vmap"):
+    with pytest.raises(RuntimeError, match="Inside of vmap, "):
         tsfunc.vmap(lambda x: x.addmm_(torch.ones(2, 3), torch.ones(3)))(x)
     assert not x.any()
 

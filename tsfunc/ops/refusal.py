@@ -47,9 +47,7 @@ def raise_as_one_example(op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs) 
         call = f"{function_name(op)} was called on examples of shape {shapes}"
         if len({x.dtype for x in tensors}) > 1:
             call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
-            shown = f"\nInside of vmap, {call}."
-        else:
-            shown = f"\nShape mismatch inside of vmap: {call}."
+        shown = f"\nInside of vmap, {call}."
         # An outer vmap, of which the examples are tracers, has appended the same line.
         raise type(error)(f"{error}".removesuffix(shown) + shown) from None
     return NotImplemented
