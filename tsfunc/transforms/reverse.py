@@ -155,7 +155,16 @@ class RecordedRun:
         if create and not others and escapes and self._is_plain(lifted):
             cts_in = pullback_linearly(self.outputs, lifted, self.inputs, retain_graph=retain)
             return self._with_zeros(cts_in)
-        again = create or autograd.differentiated_by_outer(self.outputs)
+        # Formulas compute with values of an outer graph, which a trace does not record by itself.
+        again = (
+            create
+            or autograd.differentiated_by_outer(self.outputs)
+            or (
+                level is not None
+                and current_trace() is not None
+                and autograd.reaches_outer_leaves(self.outputs, level)
+            )
+        )
         with autograd.recording_at(level) if again else autograd.unrecorded(level):
             cts_in = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain

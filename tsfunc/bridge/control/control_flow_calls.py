@@ -211,7 +211,9 @@ class _Recorded(Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         call, inputs, states = _as_seen_here(ctx)
         wrt = [i for i, t in enumerate(tangents[3:]) if t is not None]
-        wrapped = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in wrt]
+        # A zero tangent can be a tensor of torch's own: NOTE [the factory keys] in ``torch_state``.
+        directions = {i: call.trace.lifted_here(tangents[3 + i]) for i in wrt}
+        wrapped = [rewrap_as(t, unwrap_all(inputs[i])[1]) for i, t in directions.items()]
         op = _replayed(ctx, call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *wrapped, *states]
         dense = [_without_gaps(result, call.trace) for result in ctx.results]

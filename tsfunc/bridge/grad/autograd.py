@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _autograd
-from torch.autograd import Variable, forward_ad
+from torch.autograd import forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge import compiled
@@ -31,14 +31,13 @@ from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
     in_backward_formula,
     own_passes,
-    reaches_factory_kernels,
     records_on_values,
+    run_backward,
     set_grad_mode,
-    without_factory_key,
 )
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.bridge.tracers.user_queries import statically_known_true
-from tsfunc.dispatch import DispatchKey, current_levels
+from tsfunc.dispatch import current_levels
 from tsfunc.ops.dims import is_expanded, without_overlaps
 
 _alias = torch.ops.aten.alias.default
@@ -267,6 +266,18 @@ def reaches_other_leaves(
     return _reaches(outputs, is_other)
 
 
+def reaches_outer_leaves(outputs: Sequence[torch.Tensor], level: TracerLevel) -> bool:
+    """True if the graph of the level goes on in a graph outside of it that can be differentiated.
+
+    A pass of a pullback from outside, whose cotangents are tracers, makes such a graph.
+    """
+
+    def is_outer(leaf: torch.Tensor) -> bool:
+        return not has_ended(leaf) and not _belongs_to_or_is_inside(leaf, level)
+
+    return _reaches(outputs, is_outer)
+
+
 def reaches_active_leaves(value: torch.Tensor) -> bool:
     """True if a tensor depends on a leaf of its own level that has not ended."""
     if value.is_leaf:
@@ -431,33 +442,17 @@ def backward(
             level.on_backward_pass()
     passes = own_passes()
     passes[0] += 1
-    engine: Any = Variable._execution_engine
     try:
-        with watching_random() if create_graph else nullcontext(), _factories_of(pairs[0][0]):
-            return list(
-                engine.run_backward(
-                    tuple(out for out, _ in pairs),
-                    tuple(ct for _, ct in pairs),
-                    retain_graph or create_graph,
-                    create_graph,
-                    tuple(inputs),
-                    True,
-                    accumulate_grad=False,
-                )
+        with watching_random() if create_graph else nullcontext():
+            return run_backward(
+                [out for out, _ in pairs],
+                [ct for _, ct in pairs],
+                inputs,
+                create_graph=create_graph,
+                retain_graph=retain_graph or create_graph,
             )
     finally:
         passes[0] -= 1
-
-
-def _factories_of(output: torch.Tensor) -> Any:
-    """Context manager: tensors that the formulas of a graph make are those of its level.
-
-    A trace inside of the level must not make them: C++ computes with the values that the graph has
-    saved, and reads the memory of the tensors that it makes for this, which a traced one lacks.
-    """
-    depth = output.dispatch_level.depth if isinstance(output, Tracer) else 0
-    traced = any(x.key is DispatchKey.Trace and x.depth > depth for x in current_levels())
-    return without_factory_key() if traced and reaches_factory_kernels() else nullcontext()
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,9 @@ def _dispatch_keys() -> None:
     included: Any = C._parse_dispatch_key("TESTING_ONLY_GenericMode")
     with C._IncludeDispatchKeyGuard(included):
         expect(C._dispatch_tls_local_include_set().has(included), "an included key")
+    unused: Any = C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+    with C._ExcludeDispatchKeyGuard(C.DispatchKeySet(unused)):
+        expect(excluded(unused) and bool((torch.ones(2) > 0).all()), "an excluded key without use")
     expect(not excluded(key), "the sets that were there before")
     expect(C._dispatch_keyset_full_after(key).has(C.DispatchKey.CPU), "the backend after autograd")
 

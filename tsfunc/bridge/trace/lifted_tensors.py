@@ -43,7 +43,7 @@ from tsfunc.bridge.tracers.backward import graph_leaves, nodes_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, detached_operand
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
-from tsfunc.bridge.tracers.torch_state import reaches_factory_kernels, with_factory_key
+from tsfunc.bridge.tracers.torch_state import in_code_of_pass, in_rule_of_pass
 from tsfunc.bridge.tracers.tracer import BackwardPass
 from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
 from tsfunc.dispatch.state import tls
@@ -263,13 +263,11 @@ class Lifting(UserCode):
             out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        # The formulas of a backward pass over an outer graph make tensors of their own level, but a
-        # rule of the user's in it is code of the traced function.
-        if reaches_factory_kernels():
-            out = func(*args, **kwargs)
-        else:
-            with with_factory_key():
+        if in_code_of_pass():
+            with in_rule_of_pass():
                 out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         # The result of an in-place write is the given tensor: `self.w += 1` assigns the module's
         # own parameter again.
         return args_in[0] if args_in and out is args[0] else out

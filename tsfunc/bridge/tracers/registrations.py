@@ -46,6 +46,7 @@ from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
     after,
+    in_code_of_pass,
     in_dispatch_modes,
     is_storing_data,
     with_factory_key,
@@ -53,6 +54,7 @@ from tsfunc.bridge.tracers.torch_state import (
     without_factory_keys,
 )
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
+from tsfunc.bridge.tracers.user_queries import has_symbols
 from tsfunc.dispatch import Level, current_levels
 from tsfunc.dispatch.state import tls
 from tsfunc.ops.registry import all_rows
@@ -111,6 +113,7 @@ def _install_once(key: str, names: Sequence[str]) -> None:
                     library.impl(name, _random_out_kernel(overload, key), key, with_keyset=True)
             else:
                 every.fallback(torch.library.fallthrough_kernel, key)
+                library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
             for name in names:
                 overload = overload_of(f"aten::{name}")
                 if overload is None:
@@ -156,6 +159,9 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     trains = operator_of(overload).training_argument is not None
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not random and in_code_of_pass() and not has_symbols(args, kwargs):
+            with without_factory_keys():
+                return overload.redispatch(keys & rest, *args, **kwargs)
         if is_storing_data() or (trains and not may_draw(operator_of(overload), args, kwargs)):
             return overload.redispatch(keys & rest, *args, **kwargs)
         level_of_args = innermost_level((*args, *kwargs.values()))
@@ -242,7 +248,7 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
         return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
     if kwargs.get("dtype") is torch.bool:
         kwargs["dtype"] = torch.int64
-    if not size:
+    if not size or (in_code_of_pass() and not has_symbols(size, {})):
         with without_factory_keys():
             return torch.ops.aten.zeros.default(size, **kwargs)
     return torch.ops.aten.zeros.default(size, **kwargs)

@@ -8,6 +8,12 @@ all other operators skip it at no cost. There are two such keys, because C++ mak
 its own in many operators (``x * 2`` makes a scalar): a vmap must see only the random functions, a
 trace must see all of them. torch.vmap has a key of its own.
 
+A backward pass in a trace computes with values that a graph outside of the trace has saved. Its
+kernels compute in the memory of the tensors that they make, and its formulas make tangents of these
+values. A tensor of the trace would have no memory, and would end with the trace. So the factories
+that torch's code of the pass calls with fixed sizes are torch's own. An unused key in the exclude
+set marks this code: it has no other effect, and the handlers restore the sets of their level.
+
 NOTE [autocast and rules]
 Autocast is a property of the call. Autocast's kernels are in C++, run before those of tracers, and
 cast the arguments of the operators on torch's list; arguments at the dispatch handler have been
@@ -62,7 +68,7 @@ from torch._C import (
 )
 from torch._C import DispatchKey as TorchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
+from torch.autograd import Variable, forward_ad
 
 from tsfunc.bridge.tracers.interrupts import release_guards, resets
 from tsfunc.dispatch.state import outside_all_levels
@@ -75,6 +81,8 @@ RANDOM_KEY_NAME = "VmapMode"
 FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
 _RANDOM_KEY: Any = _parse_dispatch_key(RANDOM_KEY_NAME)
 _FACTORY_KEY: Any = _parse_dispatch_key(FACTORY_KEY_NAME)
+_MARK_KEY: Any = _parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+_MARK = DispatchKeySet(_MARK_KEY)
 _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
@@ -187,6 +195,35 @@ def own_passes() -> list[int]:
     if count is None:
         count = _passes.count = [0]
     return count
+
+
+def run_backward(
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    create_graph: bool,
+    retain_graph: bool,
+) -> list[torch.Tensor | None]:
+    """Call torch's engine: return a cotangent for each input, or None."""
+    engine: Any = Variable._execution_engine
+    with _ExcludeDispatchKeyGuard(_MARK) if reaches_factory_kernels() else nullcontext():
+        return list(
+            engine.run_backward(
+                tuple(outputs),
+                tuple(cotangents),
+                retain_graph,
+                create_graph,
+                tuple(inputs),
+                True,
+                accumulate_grad=False,
+            )
+        )
+
+
+def in_code_of_pass() -> bool:
+    """True if torch's code of a backward pass runs, and no rule that it has called."""
+    return bool(_dispatch_tls_is_dispatch_key_excluded(_MARK_KEY))
 
 
 class TorchState:
@@ -421,10 +458,9 @@ def reaches_factory_kernels() -> bool:
     return bool(_dispatch_tls_local_include_set().has(_FACTORY_KEY))
 
 
-def without_factory_key() -> Any:
-    """Context manager: such functions are torch's own, but for calls in ``with_factory_key``."""
-    include = _dispatch_tls_local_include_set().remove(_FACTORY_KEY)
-    return _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set())
+def in_rule_of_pass() -> Any:
+    """Context manager: the code is that of a rule which a backward pass has called."""
+    return _SetExcludeDispatchKeyGuard(_MARK_KEY, False)
 
 
 def after(key: str) -> Any:
