@@ -23,8 +23,8 @@ from typing import Any
 from tools.fuzz.draw import draw_function
 from tools.fuzz.minimizing import minimized
 from tools.fuzz.modes import MODES
-from tools.fuzz.program import Program, source
-from tools.fuzz.report import as_test, table
+from tools.fuzz.program import Program
+from tools.fuzz.report import as_module, as_test, table
 from tools.fuzz.running import FAILURES, HANGS, REFUSED, SKIPPED, Verdict
 from tools.fuzz.sessions import Session, as_program, draw_session, minimized_session
 from tools.fuzz.towers import draw_tower
@@ -143,13 +143,13 @@ def _minimized_text(mode: str, one: Any, verdict: Verdict, worker: Worker) -> tu
     if not isinstance(one, Program) or mode != "towers" or hangs:
         # In other modes a failure depends on chance, and may not repeat.
         programs = one if isinstance(one, tuple) else (one,)
-        return "\n\n".join(f"# in mode {mode}\n{source(p)}" for p in programs), verdict
+        return f"# in mode {mode}\n{as_module(*programs)}", verdict
     small = minimized(one, verdict, worker.run)
     last = worker.run(small)
     try:
         return as_test(small, last), last
     except Exception as error:  # the reference dies too, for lack of memory for example
-        return f"# {error}\n{source(small)}", last
+        return f"# {error}\n{as_module(small)}", last
 
 
 def main() -> int:

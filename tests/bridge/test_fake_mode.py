@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tsfunc
 from tests.bridge.test_fake_cache import Trace, looks, tensors_in
 from tests.ops.harness import database_calls
 from tsfunc.bridge.sizes.fake_mode import (
@@ -282,3 +283,16 @@ def test_an_interrupt_of_the_mode_does_not_end_the_process(monkeypatch: pytest.M
             x.sin()
         monkeypatch.undo()
         assert x.sin().shape == (3,)
+
+
+def test_rules_that_print_fake_tensors_run_in_a_jvp() -> None:
+    """torch's rule for ``lerp_`` tries a form of the operator that its arguments do not match."""
+
+    def quantile(x: torch.Tensor) -> torch.Tensor:
+        return torch.quantile(x, 0.3)
+
+    x, t = torch.randn(2, 5, dtype=torch.float64)
+    program: Any = tsfunc.specialize(quantile)
+    torch.testing.assert_close(
+        tsfunc.jvp(program, (x,), (t,)), torch.func.jvp(quantile, (x,), (t,))
+    )

@@ -333,13 +333,16 @@ class NoWorker(Worker):
         raise AssertionError("a program that hangs ran again")
 
 
-def test_what_hangs_is_shown_without_further_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Smaller programs would each take the time limit."""
+def test_what_hangs_is_shown_without_further_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Smaller programs would each take the time limit. The files that are kept can be imported."""
     verdict = running.Verdict(running.HANGS, "time", "no end after 180 s of CPU time")
     program = program_of("v1 = x0.sin()", result="v1", tower=[mapped(0)])
     session = Session("test", ("global number",), ("out = out * g",), ("call",))
     for one in (program, session):
-        show("1/0", one, verdict, NoWorker(), None)
+        show("1/0", one, verdict, NoWorker(), tmp_path)
+        runpy.run_path(str(tmp_path / "test_1_0.py"))
     shown = capsys.readouterr().out
     assert shown.count("no end after 180 s") == 2 and "x0.sin()" in shown and "out * g" in shown
 

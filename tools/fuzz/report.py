@@ -88,6 +88,11 @@ def as_test(program: Program, verdict: Verdict, name: str = "found") -> str:
     )
 
 
+def as_module(*programs: Program) -> str:
+    """Return a module of programs as they are, for failures that a test can't show."""
+    return _IMPORTS + "".join(f"\n\n{source(program)}" for program in programs)
+
+
 def table(counts: Counter[str], columns: int = 3) -> str:
     """Return counts as lines."""
     cells = [f"{name} {count}" for name, count in counts.most_common()]
@@ -97,4 +102,4 @@ def table(counts: Counter[str], columns: int = 3) -> str:
     return "\n".join("  " + line for line in lines)
 
 
-__all__ = ["WRONG", "as_test", "literal", "table"]
+__all__ = ["WRONG", "as_module", "as_test", "literal", "table"]

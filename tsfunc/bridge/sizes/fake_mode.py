@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from tsfunc.bridge.sizes.fake_versions import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers
+from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels
 from tsfunc.bridge.tracers.schemas import signature_of_overload
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC
@@ -573,3 +574,16 @@ def _rescaled(
         step *= max(shape[dim], 1)
         other_step *= max(sizes[dim], 1)
     return steps, other_step
+
+
+def _primal(overload: Any, rest: Any, keys: Any, dual: torch.Tensor, level: int) -> torch.Tensor:
+    """Return the primal of a tensor that carries no tangents, as a fake one.
+
+    The rules for fake tensors run below autograd, and print their arguments for messages, which
+    asks for their primals in a jvp. torch's kernel is for inference mode alone.
+    """
+    primal: torch.Tensor = torch.ops.aten.alias.default(dual)
+    return primal
+
+
+on_first_level(register_kernels, "Meta", {"aten::_fw_primal": _primal})
