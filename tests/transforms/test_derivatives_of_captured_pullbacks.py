@@ -39,6 +39,8 @@ FUNCTIONS: dict[str, Function] = {
     "solve": lambda y: torch.linalg.solve(matrix(y), y),
     "slogdet": lambda y: torch.linalg.slogdet(matrix(y))[1] * y,
     "cholesky": lambda y: torch.linalg.cholesky(matrix(y)).sin() @ y,
+    "eig": lambda y: torch.linalg.eig(matrix(y))[1].abs() @ y,
+    "conjugate": lambda y: torch.view_as_real((y * W.to(torch.complex128)).mH - y * 2j)[0].sum(1),
     "matrix_exp": lambda y: torch.linalg.matrix_exp(torch.outer(y, y)) @ y,
 }
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._C import (
+    DisableTorchFunction,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ForceDispatchKeyGuard,
@@ -47,7 +48,8 @@ def _clone(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any) 
     if isinstance(x, Tracer) or not (x.is_conj() or x.is_neg()) or not below_autograd():
         return overload.redispatch(keys & rest, x, **kwargs)
     include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
-    with _ForceDispatchKeyGuard(include, exclude - AUTOGRAD):
+    # A trace's mode would record the copy, which a kernel computes with.
+    with DisableTorchFunction(), _ForceDispatchKeyGuard(include, exclude - AUTOGRAD):
         return overload(x, **kwargs)
 
 
