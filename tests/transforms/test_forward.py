@@ -387,9 +387,21 @@ def test_an_expanded_primal_takes_any_tangent() -> None:
     torch.testing.assert_close(tsfunc.specialize(pushed)(t), x.cos() * t)
 
 
-@pytest.mark.parametrize(
-    "f", [lambda x: x * 2, lambda x: 1 + x, lambda x: x * 0.5 - 3 / x], ids=["mul", "add", "div"]
-)
+FACTOR = torch.tensor(1.5)
+# C++ multiplies the tangent of a number, or of a tensor without dims, by an integer.
+WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul": lambda x: x * 2,
+    "add": lambda x: 1 + x,
+    "div": lambda x: x * 0.5 - 3 / x,
+    "add of a multiple": lambda x: torch.add(x, 2.5, alpha=3),
+    "sub of a multiple": lambda x: torch.sub(x, FACTOR, alpha=3),
+    "rsub of a multiple": lambda x: torch.rsub(x, FACTOR, alpha=2),
+    "addcmul": lambda x: torch.addcmul(x, FACTOR, FACTOR, value=2),
+    "index_add": lambda x: x.sum().index_add(0, torch.tensor(0), FACTOR, alpha=2),
+}
+
+
+@pytest.mark.parametrize("f", WITH_NUMBERS.values(), ids=WITH_NUMBERS)
 def test_python_numbers_in_a_program_with_forward_mode(f: Callable[[Tensor], Tensor]) -> None:
     def pushed(x: Tensor) -> Any:
         return tsfunc.jvp(f, (x,), (x,))[1]

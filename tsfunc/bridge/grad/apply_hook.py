@@ -50,14 +50,23 @@ def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _own.__get__(None, cls)(*args, **kwargs)
 
 
+def call_apply(cls: Any, *args: Any) -> Any:
+    """Call ``Function.apply`` for a class again, with the arguments that it was called with.
+
+    A class may have an ``apply`` of its own that calls it with other arguments: torch.library makes
+    such a class for an operator that takes a list of tensors.
+    """
+    return Function.__dict__["apply"].__get__(None, cls)(*args)
+
+
 def apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Call ``cls.apply`` with arguments that are already as the current level sees them.
+    """Call ``Function.apply`` with arguments that are already as the current level sees them.
 
     A level applies a class to the values inside of its tracers. Such a value may be a tensor that
     the running code sees replaced by its tracer (``level_proxies``), and must stay as it is.
     """
     if _functorch.maybe_current_level() is not None:
-        return cls.apply(*args)
+        return call_apply(cls, *args)
     return hooks.apply_seen_arguments.provided(cls, args)
 
 

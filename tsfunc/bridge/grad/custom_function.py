@@ -129,7 +129,7 @@ def _apply_seen(cls: Any, args: tuple[Any, ...]) -> Any:
     if level is not None and not level.alive:
         values = unwrap_ended(args, {})
         if values is not None:
-            return cls.apply(*values[0])
+            return apply_hook.call_apply(cls, *values[0])
         refuse_escaped(cls, level)
     if is_once_differentiable(cls, args):
         return call_guarded(cls, args)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from tsfunc.bridge.grad import apply_hook
 from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed
 from tsfunc.bridge.grad.dual_level import can_carry_tangents
 from tsfunc.bridge.grad.mapped_function import has_setup, torch_jvp
@@ -48,7 +49,7 @@ def call_guarded(cls: Any, args: Sequence[Any]) -> Any:
     """Run the call so that a second derivative raises ``UndefinedDerivativeError``."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     guard: Any = _Guard.apply(*tensors)  # type: ignore[no-untyped-call]
-    return _guarded(cls).apply(*args, guard)
+    return apply_hook.call_apply(_guarded(cls), *args, guard)
 
 
 class _Guard(Function):

@@ -35,7 +35,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._C import _parse_dispatch_key
+from torch._C import DisableTorchFunction, _parse_dispatch_key
 
 from tsfunc import hooks
 from tsfunc._lazy import uninterrupted
@@ -46,6 +46,7 @@ from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
     after,
+    below_autograd,
     in_code_of_pass,
     in_dispatch_modes,
     is_storing_data,
@@ -114,6 +115,8 @@ def _install_once(key: str, names: Sequence[str]) -> None:
             else:
                 every.fallback(torch.library.fallthrough_kernel, key)
                 library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
+                for name in ("_to_copy", "clone"):
+                    library.impl(name, _copy_kernel(name, key), key, with_keyset=True)
             for name in names:
                 overload = overload_of(f"aten::{name}")
                 if overload is None:
@@ -252,6 +255,26 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
         with without_factory_keys():
             return torch.ops.aten.zeros.default(size, **kwargs)
     return torch.ops.aten.zeros.default(size, **kwargs)
+
+
+def _copy_kernel(name: str, key: str) -> Callable[..., Any]:
+    """Return the kernel of an operator with which kernels of torch convert plain tensors.
+
+    Forward mode multiplies the zero tangent of a number by ``alpha``, in the memory of both. A copy
+    that a trace makes of them has no memory.
+    """
+    overload = getattr(torch.ops.aten, name).default
+    rest = after(key)
+
+    def copy(keys: Any, x: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Tracer) or not below_autograd():
+            return overload.redispatch(keys & rest, x, **kwargs)
+        with DisableTorchFunction(), without_factory_keys():
+            if isinstance(x, torch.Tensor):
+                return overload.redispatch(keys & rest, x, **kwargs)
+            return torch.tensor(x, dtype=kwargs.get("dtype"))  # C++ made a tensor of a number
+
+    return copy
 
 
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}

@@ -13,6 +13,8 @@ kernels compute in the memory of the tensors that they make, and its formulas ma
 values. A tensor of the trace would have no memory, and would end with the trace. So the factories
 that torch's code of the pass calls with fixed sizes are torch's own. An unused key in the exclude
 set marks this code: it has no other effect, and the handlers restore the sets of their level.
+Outside of passes, kernels compute only with numbers and with zero tangents of tensors without dims,
+and copy these to other dtypes: the copies are torch's own too.
 
 NOTE [autocast and rules]
 Autocast is a property of the call. Autocast's kernels are in C++, run before those of tracers, and

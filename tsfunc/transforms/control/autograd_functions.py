@@ -16,6 +16,7 @@ from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call_control_flow
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
+from tsfunc.bridge.grad.apply_hook import call_apply
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.trace.trace_level import TraceLevel
@@ -117,8 +118,9 @@ class PythonCallee:
         return pytrees.unflatten(self.tree, with_replaced(self.leaves, positions, operands))
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        run = getattr(self.function, "run_recorded", self.function.apply)
-        leaves = pytrees.leaves_of(run(*self.filled(operands)))
+        args = self.filled(operands)
+        run = getattr(self.function, "run_recorded", None)
+        leaves = pytrees.leaves_of(run(*args) if run else call_apply(self.function, *args))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
