@@ -57,6 +57,67 @@ def test_other_types(row: Row, dtype: torch.dtype) -> None:
 X = torch.tensor([[7.0, 9.0], [8.5, 7.5]], dtype=torch.float64)
 
 
+# Entries whose gradient, as a program, is not compared.
+PROGRAM_EXCEPTIONS = {
+    "dropout rrelu fractional_max_pool": "the entry seeds the generator, which a program refuses",
+    "AutogradFunction CustomOp": "NumPy reads the values of tensors, or no derivative is right",
+    "householder_product ormqr": "torch's formula writes into values that autograd has saved",
+    "linear_cross_entropy": "the second derivative of torch's operator is wrong",
+    "subgradients_at_zero": "the second derivative of a norm at 0 is not defined",
+    "sparse masked_select __getitem__.mask": "the number of results depends on data",
+    "combinations tensor_split": "the number of results depends on data",
+    "as_strided.partial_views": "a program needs the base of such a view",
+    "multi_head_attention": "the entry computes in float32",
+}
+
+
+def is_compared(row: Row) -> bool:
+    words = " ".join(PROGRAM_EXCEPTIONS).split()
+    return not any(word in row.name for word in words)
+
+
+def total(case: Any, place: int, x: Tensor) -> Any:
+    """Return a scalar that depends on all results of a call, given one of its tensors."""
+    args = [x if i == place else y for i, y in enumerate(case.tensors)]
+    results = [y for y in case.call(*args) if y.is_floating_point() and y.numel()]
+    weights = [torch.arange(y.numel(), dtype=y.dtype).cos().view(y.shape) for y in results]
+    return sum((y.sin() * w).sum() for y, w in zip(results, weights, strict=True))
+
+
+def check_derivatives_of_a_program(row: Row) -> None:
+    for case in row.cases(torch.float64, 1, grad=True):
+        place = next((i for i in case.differentiable if case.tensors[i].dtype is X.dtype), None)
+        if place is None:
+            continue
+        gradient = tsfunc.grad(functools.partial(total, case, place))
+        x = case.tensors[place].detach()
+        t = torch.randn_like(x)
+        try:
+            pushed = tsfunc.jvp(gradient, (x,), (t,))
+            pulled = tsfunc.vjp(gradient, x)[1](t)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue  # no second derivative, or no result to differentiate
+        program: Any = tsfunc.specialize(gradient)
+        torch.testing.assert_close(tsfunc.jvp(program, (x,), (t,)), pushed, equal_nan=True)
+        torch.testing.assert_close(tsfunc.vjp(program, x)[1](t), pulled, equal_nan=True)
+
+
+COMPARED = [row for row in ROWS if row.variant == FUNCTION and is_compared(row)]
+ACTIVATIONS = [row for row in COMPARED if row.name.endswith(("silu", "mish", "hardsigmoid"))]
+
+
+@pytest.mark.parametrize("row", [*COMPARED[5::90], *ACTIVATIONS], ids=lambda row: row.name)
+def test_programs_of_some_gradients_are_differentiated(row: Row) -> None:
+    check_derivatives_of_a_program(row)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*deprecated. Use `nn.functional.interpolate`")
+@pytest.mark.parametrize("row", COMPARED, ids=lambda row: row.name)
+def test_programs_of_all_gradients_are_differentiated(row: Row) -> None:
+    check_derivatives_of_a_program(row)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_tangent_of_a_number_that_is_added() -> None:
     """torch treats a tensor without dims as a number; each example of a batch is treated alike."""

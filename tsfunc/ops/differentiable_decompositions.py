@@ -470,6 +470,21 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     return torch.where(outside, elsewhere, by_x).to(x.dtype)
 
 
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """``aten::silu_backward``, which torch computes so if it is differentiated at once."""
+    wide = in_accumulation_dtype(x)
+    share = wide.sigmoid()
+    return (in_accumulation_dtype(grad) * (share * (1 + wide * (1 - share))).conj()).to(x.dtype)
+
+
+def mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """``aten::mish_backward``, as above."""
+    wide = in_accumulation_dtype(x)
+    factor = torch.nn.functional.softplus(wide).tanh()
+    slope = factor + wide * wide.sigmoid() * (1 - factor * factor)
+    return (in_accumulation_dtype(grad) * slope).to(x.dtype)
+
+
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.PERTURBED,
     "aten::_softmax": softmax,
@@ -559,6 +574,8 @@ BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
 UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::logit_backward": logit_backward,
     "aten::hardsigmoid_backward": hardsigmoid_backward,
+    "aten::silu_backward": silu_backward,
+    "aten::mish_backward": mish_backward,
     **attention_decompositions.BACKWARD,
     **differentiable_norms.UNDIFFERENTIABLE_BACKWARD,
     **differentiable_sampling.BACKWARD,

@@ -209,7 +209,9 @@ def run_backward(
 ) -> list[torch.Tensor | None]:
     """Call torch's engine: return a cotangent for each input, or None."""
     engine: Any = Variable._execution_engine
-    with _ExcludeDispatchKeyGuard(_MARK) if reaches_factory_kernels() else nullcontext():
+    # In torch's own traces, which are modes, no tensor has memory.
+    marks = reaches_factory_kernels() and not in_dispatch_modes()
+    with _ExcludeDispatchKeyGuard(_MARK) if marks else nullcontext():
         return list(
             engine.run_backward(
                 tuple(outputs),
