@@ -43,6 +43,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     class_of,
     contiguous,
     dict_of,
+    forwards_query,
     hashed,
     offset,
     set_class,
@@ -265,6 +266,7 @@ class TraceTracer(Tracer):
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one of the tracer
 
+        @forwards_query
         def __getattr__(self, name: str) -> Any:
             return attribute(self, name)
 
