@@ -241,17 +241,4 @@ def signature_of(func: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(_takes_anything)
 
 
-def takes_any_keyword(func: Callable[..., Any]) -> bool:
-    """True if a function has ``**kwargs``, and therefore sees their order.
-
-    The signature of a wrapped function does not count.
-    """
-    try:
-        function = func.forward if isinstance(func, torch.nn.Module) else func
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except ValueError:
-        return True
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def _takes_anything(*args: Any, **kwargs: Any) -> None: ...

@@ -26,7 +26,7 @@ _COPY = operator_of(torch.ops.aten.copy_.default)
 def draw_once(
     op: TorchOperator, args: Args, kwargs: Kwargs, trace: Any, record: Callable[..., Any]
 ) -> Any:
-    """Return the results of a call in a trace; in a rerun, with the numbers of the first run.
+    """Return the results of a random operator in a trace; those of the first run in a rerun.
 
     A checkpoint sets the states of torch's own generators only.
 
@@ -36,7 +36,7 @@ def draw_once(
     generator = kwargs.get("generator")
     if generator is not None:
         note_draw(generator)
-    if not op.random or not keeps_draws(trace) or generator is not None:
+    if not keeps_draws(trace) or generator is not None:
         return record(op, args, kwargs, trace)
     drawn: list[Any] = []
 

@@ -578,7 +578,9 @@ def trace_kernel(op: Operator, args: Args, kwargs: Kwargs) -> Any:
             args[0].value = torch.ops.aten.alias.default(args[0].value)
     if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         level = level.bodies[-1]  # the body's code is running, and calls a factory
-    return draw_once(op, args, kwargs, level, _run_and_record)
+    if op.random:
+        return draw_once(op, args, kwargs, level, _run_and_record)
+    return _run_and_record(op, args, kwargs, level)
 
 
 def _run_and_record(op: TorchOperator, args: Args, kwargs: Kwargs, level: TraceLevel) -> Any:

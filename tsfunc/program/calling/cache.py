@@ -40,7 +40,6 @@ from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, Contract, Descriptors, as_descriptor
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.single import TSTensor, Value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
@@ -76,8 +75,16 @@ class Target:
 
     @functools.cached_property
     def sees_keywords(self) -> bool:
-        """True if the function sees the order of its keyword arguments."""
-        return takes_any_keyword(self.func)
+        """True if the function has ``**kwargs``, and therefore sees their order.
+
+        The signature of a wrapped function does not count.
+        """
+        function = self.func.forward if isinstance(self.func, torch.nn.Module) else self.func
+        try:
+            parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        except ValueError:
+            return True
+        return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by parameter.
