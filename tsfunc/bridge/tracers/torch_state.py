@@ -11,8 +11,9 @@ trace must see all of them. torch.vmap has a key of its own.
 A backward pass in a trace computes with values that a graph outside of the trace has saved. Its
 kernels compute in the memory of the tensors that they make, and its formulas make tangents of these
 values. A tensor of the trace would have no memory, and would end with the trace. So the factories
-that torch's code of the pass calls with fixed sizes are torch's own. An unused key in the exclude
-set marks this code: it has no other effect, and the handlers restore the sets of their level.
+that these kernels call, below autograd, and zero tangents of fixed sizes are torch's own. Other
+factories of a formula are the trace's. An unused key in the exclude set marks torch's code of a
+pass: it has no other effect, and the handlers restore the sets of their level.
 Outside of passes, kernels compute only with numbers and with zero tangents of tensors without dims,
 and copy these to other dtypes: the copies are torch's own too.
 
