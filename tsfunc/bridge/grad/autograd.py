@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _autograd
-from torch.autograd import forward_ad
+from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge import compiled
@@ -29,10 +29,10 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.nesting import tensors_inside, with_tensors_inside
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import (
+    code_of_pass,
     in_backward_formula,
     own_passes,
     records_on_values,
-    run_backward,
     set_grad_mode,
 )
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
@@ -442,14 +442,19 @@ def backward(
             level.on_backward_pass()
     passes = own_passes()
     passes[0] += 1
+    engine: Any = Variable._execution_engine
     try:
-        with watching_random() if create_graph else nullcontext():
-            return run_backward(
-                [out for out, _ in pairs],
-                [ct for _, ct in pairs],
-                inputs,
-                create_graph=create_graph,
-                retain_graph=retain_graph or create_graph,
+        with watching_random() if create_graph else nullcontext(), code_of_pass():
+            return list(
+                engine.run_backward(
+                    tuple(out for out, _ in pairs),
+                    tuple(ct for _, ct in pairs),
+                    retain_graph or create_graph,
+                    create_graph,
+                    tuple(inputs),
+                    True,
+                    accumulate_grad=False,
+                )
             )
     finally:
         passes[0] -= 1

@@ -43,7 +43,7 @@ from tsfunc.bridge.tracers.backward import graph_leaves, nodes_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, detached_operand
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
-from tsfunc.bridge.tracers.torch_state import in_code_of_pass, in_rule_of_pass
+from tsfunc.bridge.tracers.torch_state import in_code_of_pass, rule_of_pass
 from tsfunc.bridge.tracers.tracer import BackwardPass
 from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
 from tsfunc.dispatch.state import tls
@@ -264,7 +264,7 @@ class Lifting(UserCode):
             if out is not NotImplemented:
                 return out
         if in_code_of_pass():
-            with in_rule_of_pass():
+            with rule_of_pass():
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)

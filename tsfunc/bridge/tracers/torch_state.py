@@ -71,7 +71,7 @@ from torch._C import (
 )
 from torch._C import DispatchKey as TorchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Variable, forward_ad
+from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.interrupts import release_guards, resets
 from tsfunc.dispatch.state import outside_all_levels
@@ -84,8 +84,8 @@ RANDOM_KEY_NAME = "VmapMode"
 FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
 _RANDOM_KEY: Any = _parse_dispatch_key(RANDOM_KEY_NAME)
 _FACTORY_KEY: Any = _parse_dispatch_key(FACTORY_KEY_NAME)
-_MARK_KEY: Any = _parse_dispatch_key("TESTING_ONLY_GenericWrapper")
-_MARK = DispatchKeySet(_MARK_KEY)
+_PASS_KEY: Any = _parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+_PASS = DispatchKeySet(_PASS_KEY)
 _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
@@ -200,35 +200,14 @@ def own_passes() -> list[int]:
     return count
 
 
-def run_backward(
-    outputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    *,
-    create_graph: bool,
-    retain_graph: bool,
-) -> list[torch.Tensor | None]:
-    """Call torch's engine: return a cotangent for each input, or None."""
-    engine: Any = Variable._execution_engine
-    # In torch's own traces, which are modes, no tensor has memory.
-    marks = reaches_factory_kernels() and not in_dispatch_modes()
-    with _ExcludeDispatchKeyGuard(_MARK) if marks else nullcontext():
-        return list(
-            engine.run_backward(
-                tuple(outputs),
-                tuple(cotangents),
-                retain_graph,
-                create_graph,
-                tuple(inputs),
-                True,
-                accumulate_grad=False,
-            )
-        )
+def code_of_pass() -> Any:
+    """Context manager: torch's code of a backward pass runs (NOTE [the factory keys])."""
+    return _ExcludeDispatchKeyGuard(_PASS) if reaches_factory_kernels() else nullcontext()
 
 
 def in_code_of_pass() -> bool:
     """True if torch's code of a backward pass runs, and no rule that it has called."""
-    return bool(_dispatch_tls_is_dispatch_key_excluded(_MARK_KEY))
+    return bool(_dispatch_tls_is_dispatch_key_excluded(_PASS_KEY))
 
 
 class TorchState:
@@ -463,9 +442,9 @@ def reaches_factory_kernels() -> bool:
     return bool(_dispatch_tls_local_include_set().has(_FACTORY_KEY))
 
 
-def in_rule_of_pass() -> Any:
+def rule_of_pass() -> Any:
     """Context manager: the code is that of a rule which a backward pass has called."""
-    return _SetExcludeDispatchKeyGuard(_MARK_KEY, False)
+    return _SetExcludeDispatchKeyGuard(_PASS_KEY, False)
 
 
 def after(key: str) -> Any:
