@@ -456,56 +456,31 @@ def test_repeated_calls_do_not_load_dynamo() -> None:
     assert below(loaded, ("torch._dynamo", "torch._inductor")) == []
 
 
-def late_tables() -> Iterator[tuple[str, str]]:
-    """Yield the packages with lazily loaded names, and their sources."""
-    for module, file in modules():
-        source = file.read_text()
-        if module.endswith("__init__") and "= lazy_exports(" in source:
-            yield module.removesuffix(".__init__"), source
+def stubs() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the packages with lazily loaded names, and their stubs."""
+    for stub in sorted((ROOT / "tsfunc").rglob("__init__.pyi")):
+        package = ".".join(stub.parent.relative_to(ROOT).parts)
+        yield package, ast.parse(stub.read_text())
 
 
-def late_names(package: str, tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return full names by name: from the imports under ``TYPE_CHECKING``, and from the table."""
-    (choice,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    typed = {
-        full.rpartition(".")[2]: full
-        for statement in choice.body
-        for _, full in imported(f"{package}.__init__", statement)
-    }
-    (assignment,) = choice.orelse
-    assert isinstance(assignment, ast.Assign)
-    assert isinstance(assignment.value, ast.Call)
-    homes = ast.literal_eval(assignment.value.args[1])
-    shown = {
-        name: f"{package}.{home}.{name}" for home, names in homes.items() for name in names.split()
-    }
-    for keyword in assignment.value.keywords:
-        for module in ast.literal_eval(keyword.value):
-            shown[module.rpartition(".")[2]] = f"{package}.{module}"
-    return typed, shown
-
-
-def test_late_names_are_those_that_type_checkers_see() -> None:
-    tables = dict(late_tables())
-    assert {"tsfunc", "tsfunc.ops", "tsfunc.types"} <= tables.keys()
-    for package, source in tables.items():
-        typed, shown = late_names(package, ast.parse(source))
-        assert typed == shown, package
-
-
-def test_lazy_names_are_those_of_their_modules() -> None:
-    for package, source in late_tables():
+def test_stubs_export_each_name_from_its_module() -> None:
+    """A type checker takes ``name as name`` for public, and ``lazy_exports`` reads this form."""
+    packages = dict(stubs())
+    assert packages.keys() == {"tsfunc", "tsfunc.ops", "tsfunc.types"}
+    for package, tree in packages.items():
         loaded = importlib.import_module(package)
-        for name, full in late_names(package, ast.parse(source))[1].items():
-            home = importlib.import_module(full.rpartition(".")[0])
-            assert getattr(loaded, name) is getattr(home, name), full
-            assert name in dir(loaded)
-        assert set(loaded.__all__) <= set(dir(loaded))
-        assert all(hasattr(loaded, name) for name in loaded.__all__)
+        found = []
+        for statement in tree.body[1:]:
+            if isinstance(statement, ast.ImportFrom):
+                (alias,) = statement.names
+                assert alias.asname == alias.name, ast.unparse(statement)
+                exec(ast.unparse(statement), expected := {})
+                assert getattr(loaded, alias.name) is expected[alias.name]
+                found.append(alias.name)
+            else:
+                assert ast.unparse(statement) in ("__all__: list[str]", "__version__: str")
+        assert sorted(found) == dir(loaded)
+        assert set(loaded.__all__) <= set(found)
 
 
 def test_a_name_that_a_package_lacks_is_an_attribute_error() -> None:

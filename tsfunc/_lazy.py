@@ -1,9 +1,8 @@
 """Lazy loading of a package's names.
 
-The subpackages are large, and a call of ``vmap`` needs few of them. A package therefore has a
-table of its public names and the modules that define them. A module is loaded when one of its
-names is first used. The package imports the same names under ``TYPE_CHECKING``, for tools that
-read code (``tests/test_imports.py`` compares the two).
+The subpackages are large, and a call of ``vmap`` needs few of them. The public names of a package
+and the modules that define them are therefore in its stub, ``__init__.pyi``. A module is loaded
+when one of its names is first used.
 
 NOTE [Ctrl-C while something is loaded]
 Many modules can't be imported again after an import that an exception cut off: they have registered
@@ -14,6 +13,7 @@ large, and preparations that a process makes once, therefore run to their end fi
 
 from __future__ import annotations
 
+import ast
 import importlib
 import signal
 import sys
@@ -21,7 +21,8 @@ import threading
 
 # The public function is Python, and may be interrupted itself.
 from _signal import signal as _set_handler  # type: ignore[import-not-found]
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -55,34 +56,34 @@ def load(module: str) -> Any:
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, str], modules: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, the ``__dir__`` and the ``__all__`` of a package with a stub.
+
+    The stub (``__init__.pyi``) is the only list of the package's public names. A type checker reads
+    it in place of the package's ``__init__.py``. Each of its lines has the form
+    ``from module import name as name``, where ``module`` defines the name, or is the package of a
+    module with that name.
 
     Args:
         package: its ``__name__``.
-        names: a dict from each of the package's modules to its public names, separated by blanks.
-        modules: the public modules of the package. The last part of its name is a module's public
-            name.
-
-    Example: see ``tsfunc/types/__init__.py``.
+        file: its ``__file__``.
     """
-    homes = {name: module for module, exported in names.items() for name in exported.split()}
-    shown_modules = {module.rpartition(".")[2]: module for module in modules}
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    homes = {
+        alias.name: statement.module
+        for statement in stub.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
 
     def get(name: str) -> Any:
-        if name in homes:
-            value = getattr(load(f"{package}.{homes[name]}"), name)
-        elif name in shown_modules:
-            value = load(f"{package}.{shown_modules[name]}")
-        else:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        home = load(homes[name])
+        is_package = hasattr(home, "__path__")
+        value = load(f"{homes[name]}.{name}") if is_package else getattr(home, name)
         setattr(sys.modules[package], name, value)  # later lookups do not call __getattr__
         return value
 
-    def shown() -> list[str]:
-        """Return the public names."""
-        namespace = vars(sys.modules[package])
-        return sorted({*namespace.get("__all__", namespace), *homes, *shown_modules})
-
-    return get, shown
+    return get, lambda: sorted(homes), sorted(homes)

@@ -5,8 +5,6 @@ The public names are in ``__all__``. The modules of the package are private.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tsfunc._lazy import lazy_exports
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
@@ -43,35 +41,6 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     views,
     weight_norm,
 )
-from tsfunc.ops.registry import Category, Row, RuleLevel, all_rows, find, row, rows
 
-__all__ = [
-    "Category",
-    "OperatorEntry",
-    "Row",
-    "RuleLevel",
-    "all_rows",
-    "category_of",
-    "census",
-    "find",
-    "lookup",
-    "operators",
-    "register",
-    "row",
-    "rows",
-]
-
-# The catalogue is loaded at its first use, because transforms do not need it.
-if TYPE_CHECKING:
-    from tsfunc.ops.catalogue.counts import census, operators
-    from tsfunc.ops.catalogue.custom import register
-    from tsfunc.ops.catalogue.lookup import OperatorEntry, category_of, lookup
-else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "catalogue.counts": "census operators",
-            "catalogue.custom": "register",
-            "catalogue.lookup": "OperatorEntry category_of lookup",
-        },
-    )
+# The names in `__init__.pyi` are loaded at their first use: transforms do not need the catalogue.
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
