@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -474,7 +475,8 @@ def test_stubs_export_each_name_from_its_module() -> None:
             if isinstance(statement, ast.ImportFrom):
                 (alias,) = statement.names
                 assert alias.asname == alias.name, ast.unparse(statement)
-                exec(ast.unparse(statement), expected := {})
+                expected: dict[str, Any] = {}
+                exec(ast.unparse(statement), expected)
                 assert getattr(loaded, alias.name) is expected[alias.name]
                 found.append(alias.name)
             else:

@@ -72,9 +72,9 @@ from tsfunc.transforms.specialized import Specialized as Specialized
 from tsfunc.transforms.virtual_mesh import VirtualMesh as VirtualMesh
 from tsfunc.transforms.vmap import vmap as vmap
 from tsfunc.types.descriptor_sets import Descriptors as Descriptors
+from tsfunc.types.descriptor_sets import infer_descriptors as infer_descriptors
 from tsfunc.types.dims import Dim as Dim
 from tsfunc.types.meta import MetaTensorType as MetaTensorType
-from tsfunc.types.descriptor_sets import infer_descriptors as infer_descriptors
 
 __all__: list[str]
 __version__: str
