@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from tests.transforms.support import loop, same
 from tsfunc import vmap
-from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.reachable import Reachable
+from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.writing import outside
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
-from tsfunc.dispatch.state import active_levels
+from tsfunc.dispatch.state import active_levels, innermost_of
 
 X = torch.zeros(2)
 
@@ -36,7 +36,7 @@ def is_recent(tensor: Tensor) -> bool:
 
 
 def is_outside(tensor: Tensor) -> bool:
-    level = current_tracer_level()
+    level = innermost_of(TracerLevel)
     assert level is not None
     return tensor in OutsideTensors(level)
 

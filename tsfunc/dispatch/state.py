@@ -518,3 +518,15 @@ def running_level() -> Level | None:
 def current_levels() -> tuple[Level, ...]:
     """Return the active levels of this thread, the innermost last."""
     return tls.state.levels
+
+
+def innermost_of(kind: type[L], levels: Sequence[Level] | None = None) -> L | None:
+    """Return the innermost level of a class, or None.
+
+    Args:
+        levels: levels, the innermost last; by default the active levels of this thread.
+    """
+    for level in reversed(tls.state.levels if levels is None else levels):
+        if isinstance(level, kind):
+            return level
+    return None

@@ -14,9 +14,9 @@ from tsfunc.bridge.batch.split_level import SplitLevel
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import unwrap_ended
-from tsfunc.bridge.tracers.current_level import current_tracer_level, tracer_level_outside
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
+from tsfunc.dispatch.state import innermost_of
 from tsfunc.types.values import tensor_advice
 
 Argnums = int | tuple[int, ...]
@@ -119,9 +119,9 @@ def level_to_record_on(values: Any) -> TracerLevel | None:
 
     A level that runs its one example unbatched has no tracers to record on, and is skipped.
     """
-    current = current_tracer_level()
+    current = innermost_of(TracerLevel)
     while isinstance(current, SplitLevel) and current.single and current.axis_name is None:
-        current = tracer_level_outside(current)
+        current = innermost_of(TracerLevel, current.outer.levels)
     innermost = innermost_level(pytrees.leaves_of(values))
     if innermost is None or not innermost.alive:
         return current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -11,9 +12,10 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.current_level import at_level_of
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import innermost_level
+from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.custom_rules import (
@@ -193,7 +195,7 @@ class _Vjp(RuleFunction):
         if ctx.depends and tangents[-1] is not None:
             call.raise_undefined()
         operands = ctx.saved_tensors[: ctx.count]
-        with call.substituting_consts(operands), at_level_of((*operands, *tangents)):
+        with call.substituting_consts(operands), _at_level_of((*operands, *tangents)):
             return _pushforward(call, ctx.sizes, operands, tangents[: call.count])
 
 
@@ -327,3 +329,15 @@ def custom_gradient(
         function.signature = None
     function.defvjp(fwd, bwd)
     return function
+
+
+def _at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Context manager: activate the values' innermost level, and no level inside it.
+
+    C++ calls the formula of a node's tangent at that level, on any thread.
+    """
+    level = innermost_level(values)
+    levels = tls.state.levels
+    if level is not None:
+        return nullcontext() if levels[-1:] == (level,) else using(level.inner)
+    return using(levels[0].outer) if levels else nullcontext()

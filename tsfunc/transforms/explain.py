@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc import ops
 from tsfunc._text import count_text
-from tsfunc.bridge.tracers.boundaries import UserLines, boundary, check_function
+from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
+from tsfunc.bridge.tracers.user_queries import UserLines
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
 from tsfunc.dispatch.recording import recording

@@ -19,9 +19,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.tracer import innermost_level
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+from tsfunc.dispatch.state import innermost_of
 from tsfunc.transforms.argnums import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, convert_closure
 from tsfunc.transforms.control.call_forms import check_callable
@@ -235,7 +235,7 @@ class _Unknown:
 
         On plain tensors a solver is called as it is, without a trace.
         """
-        plain = current_tracer_level() is None and innermost_level(self.flat) is None
+        plain = innermost_of(TracerLevel) is None and innermost_level(self.flat) is None
         consts: dict[int, Any] = {}
         parts: list[WithConsts] = []
         for i, function in enumerate(functions):

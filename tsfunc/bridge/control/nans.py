@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc import hooks
 from tsfunc.bridge.control.axis_collectives import axis_index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
+from tsfunc.bridge.tracers.user_queries import UserLines
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
 from tsfunc.errors import NanError

@@ -34,7 +34,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.grad.duals import Duals
 from tsfunc.bridge.trace.trace_level import current_trace
-from tsfunc.bridge.tracers.current_level import current_tracer_level
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
@@ -43,7 +42,7 @@ from tsfunc.bridge.tracers.replaced_state import replaced_states, with_states
 from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import Rerun, in_backward_formula, mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level, serials
-from tsfunc.dispatch.state import overriding, tls, using
+from tsfunc.dispatch.state import innermost_of, overriding, tls, using
 from tsfunc.ops.registry import Args, Kwargs
 
 _Steps = Generator[None, None, None]
@@ -165,7 +164,7 @@ def is_reentrant(cls: type) -> bool:
     """True if a Function is the reentrant form and a transform is active."""
     if cls is not CheckpointFunction:
         return False
-    return differentiates_here() or current_tracer_level() is not None
+    return differentiates_here() or innermost_of(TracerLevel) is not None
 
 
 def not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

@@ -50,9 +50,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     stride,
 )
 from tsfunc.bridge.trace.tracer_copies import tracer_copy
-from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
-from tsfunc.bridge.tracers.current_level import current_level
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import map_inner_tensor
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items, operator_of
@@ -65,8 +63,9 @@ from tsfunc.bridge.tracers.tracer import (
     TracerLevel,
     function_handler,
 )
-from tsfunc.bridge.tracers.user_queries import SYMBOLIC, has_symbols, suppress_guards
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, UserLines, has_symbols, suppress_guards
 from tsfunc.dispatch import DispatchKey, Operator, current_levels, register_fallback, running_level
+from tsfunc.dispatch.state import innermost_of
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import Args, Kwargs
 from tsfunc.user_code import source_line, user_location
@@ -241,7 +240,7 @@ class TraceLevel(TracerLevel):
 
 def current_trace() -> TraceLevel | None:
     """Return the trace, or the body, that records the current code; None outside of traces."""
-    return current_level(TraceLevel)
+    return innermost_of(TraceLevel)
 
 
 # The types of the numbers that methods read.

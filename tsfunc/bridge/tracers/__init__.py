@@ -4,8 +4,7 @@ Tracers and levels
     - ``tracer``: the base classes, and the handlers that find the level of a call
     - ``batch_tracer``: the level and the tracers of ``vmap``
     - ``grad_level``: those that only wrap a value, so that autograd records on them separately
-    - ``current_level``, ``nesting``, ``tracer_stack``: the innermost level, the values inside of
-      a tracer, and the tracers around a value
+    - ``nesting``, ``tracer_stack``: the values inside of a tracer, and the tracers around a value
     - ``level_proxies``: tensors as the running code must see them
     - ``attributes``, ``methods``, ``texts``: attributes, copies and storages, and text of a
       tracer
@@ -25,9 +24,9 @@ The path of a call to its rule
     - ``modes_below``: the user's dispatch modes, below all levels
     - ``python_functions``: the path of torch's Python functions to the handlers
 Errors and questions of the user's code
-    - ``boundaries``: where a transform begins, and the lines that errors name
+    - ``boundaries``: where a transform begins
     - ``checks``: tests that raise for one outcome
-    - ``user_queries``: reads of sizes, which become guards of a trace
+    - ``user_queries``: reads of sizes, which become guards of a trace, and the lines of calls
     - ``interrupts``: the thread's state after an interrupt
 torch's state
     - ``torch_state``: the thread's state that a level captures

@@ -1,4 +1,4 @@
-"""The boundary of a transform: the calls of users, and the lines of their code that errors name.
+"""The boundary of a transform: the calls of users.
 
 The boundary folds the traceback of an error (NOTE [folded tracebacks] in ``user_code.py``), and
 restores the state of the thread after it (NOTE [interrupts] in ``interrupts``).
@@ -6,13 +6,12 @@ restores the state of the thread after it (NOTE [interrupts] in ``interrupts``).
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _autograd, _current_autograd_node
+from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_dynamo_compiling
 
 from tsfunc import hooks, pytrees
@@ -21,12 +20,10 @@ from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
 from tsfunc.config import config
 from tsfunc.ops.dims import function_name
 from tsfunc.user_code import (
-    Location,
     fold_traceback,
     is_boundary,
     keep_refused_call,
     label,
-    user_location,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -141,39 +138,3 @@ def _size_text(size: Any) -> str:
     """Return a size as text: an int, or an expression of named dims."""
     symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
     return str(size) if symbols is None else str(symbols.spell_size(size))
-
-
-# --- the user's lines of calls
-
-
-class UserLines:
-    """Finds the user's line of a call; in a backward pass, the line of the forward call.
-
-    Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.
-    The node with number n therefore belongs to the first call that found the counter beyond n.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._locations: list[Location] = []
-
-    def here(self, skip: int = 0) -> tuple[Location, bool]:
-        """Return the line, and True if the call belongs to its backward pass.
-
-        Args:
-            skip: the number of the callers, beginning with the direct one, that are this package's.
-        """
-        node = _current_autograd_node()
-        location = self._of(node._sequence_nr()) if node is not None else None
-        backward = location is not None
-        location = location or user_location(skip + 1)
-        number = _autograd._get_sequence_nr()
-        # An autograd thread has a counter of its own.
-        if not self._numbers or number > self._numbers[-1]:
-            self._numbers.append(number)
-            self._locations.append(location)
-        return location, backward
-
-    def _of(self, number: int) -> Location | None:
-        i = bisect.bisect_right(self._numbers, number)
-        return self._locations[i] if i < len(self._locations) else None

@@ -16,7 +16,8 @@ import torch.func
 from torch._C import _functorch
 from torch.compiler import is_dynamo_compiling
 
-from tsfunc.bridge.tracers.current_level import current_tracer_level
+from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.dispatch.state import innermost_of
 
 
 def _value_and_grad(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ def delegate(name: str) -> Callable[..., Any] | None:
         return TORCH_FUNC[name]
     if _functorch.maybe_current_level() is None:
         return None
-    level = current_tracer_level()
+    level = innermost_of(TracerLevel)
     if level is not None and level.functorch_depth >= functorch_depth():
         return None
     return TORCH_FUNC[name]

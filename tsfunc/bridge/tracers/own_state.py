@@ -10,29 +10,13 @@ In ``nn.RNNBase`` ``_flat_weights`` has the weights in the order of its operator
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from tsfunc.bridge.tracers.interrupts import undoing
-
-_CACHE = "_cache"
-
-
-@contextmanager
-def own_parametrizations() -> Iterator[None]:
-    """Context manager: ``torch.nn.utils.parametrize.cached()`` around the block does not reach in.
-
-    The cache has the weights of the tensors that modules have outside of the block.
-    """
-    before = getattr(parametrize, _CACHE)
-    with undoing(functools.partial(setattr, parametrize, _CACHE, before)):
-        setattr(parametrize, _CACHE, {})
-        yield
 
 
 @contextmanager

@@ -18,12 +18,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tsfunc.bridge.tracers.interrupts import resets
-from tsfunc.bridge.tracers.own_state import (
-    own_parametrizations,
-    preserve_flat_weights,
-    preserve_state,
-)
+from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
 from tsfunc.bridge.tracers.registrations import on_first_transform
+from tsfunc.bridge.tracers.torch_settings import own_parametrizations
 from tsfunc.dispatch.state import overriding
 
 _NAME = "_reparametrize_module"

@@ -54,6 +54,7 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 from torch.nn.modules import module
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -214,6 +215,21 @@ def outside_all_modes() -> Iterator[None]:
     result on tensors without data.
     """
     with outside_modes(), _DisableTorchDispatch():
+        yield
+
+
+_CACHE = "_cache"
+
+
+@contextmanager
+def own_parametrizations() -> Iterator[None]:
+    """Context manager: ``torch.nn.utils.parametrize.cached()`` around the block does not reach in.
+
+    The cache has the weights of the tensors that modules have outside of the block.
+    """
+    before = getattr(parametrize, _CACHE)
+    with undoing(functools.partial(setattr, parametrize, _CACHE, before)):
+        setattr(parametrize, _CACHE, {})
         yield
 
 

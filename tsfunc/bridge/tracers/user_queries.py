@@ -15,6 +15,7 @@ the results of these queries do not change the program, and add no guards.
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +24,12 @@ from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 import torch
-from torch._C import _is_torch_function_mode_enabled
+from torch._C import _autograd, _current_autograd_node, _is_torch_function_mode_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tsfunc.bridge.tracers.interrupts import resets
+from tsfunc.user_code import Location, user_location
 
 # --- queries of user code
 
@@ -205,3 +207,39 @@ def defer_guards(env: Any) -> Iterator[list[Any]]:
     finally:
         for name, before in outer.items():
             delattr(env, name) if before is None else setattr(env, name, before)
+
+
+# --- the user's lines of calls
+
+
+class UserLines:
+    """Finds the user's line of a call; in a backward pass, the line of the forward call.
+
+    Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.
+    The node with number n therefore belongs to the first call that found the counter beyond n.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._locations: list[Location] = []
+
+    def here(self, skip: int = 0) -> tuple[Location, bool]:
+        """Return the line, and True if the call belongs to its backward pass.
+
+        Args:
+            skip: the number of the callers, beginning with the direct one, that are this package's.
+        """
+        node = _current_autograd_node()
+        location = self._of(node._sequence_nr()) if node is not None else None
+        backward = location is not None
+        location = location or user_location(skip + 1)
+        number = _autograd._get_sequence_nr()
+        # An autograd thread has a counter of its own.
+        if not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._locations.append(location)
+        return location, backward
+
+    def _of(self, number: int) -> Location | None:
+        i = bisect.bisect_right(self._numbers, number)
+        return self._locations[i] if i < len(self._locations) else None

@@ -34,12 +34,12 @@ from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
-from tsfunc.bridge.tracers.own_state import own_parametrizations
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_settings import (
     SharedChange,
     no_seeding,
     outside_modes,
+    own_parametrizations,
     traces_compile,
     traces_replace_functions,
 )
