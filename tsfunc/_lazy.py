@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-def uninterrupted(call: Callable[..., _T], *args: Any) -> _T:
+def call_uninterrupted(call: Callable[..., _T], *args: Any) -> _T:
     """Make a call; Ctrl-C waits for its end: NOTE [Ctrl-C while something is loaded].
 
     Raises:
@@ -51,7 +51,7 @@ def load(module: str) -> Any:
     """Import a module; Ctrl-C waits for the end."""
     loaded = sys.modules.get(module)
     if loaded is None or getattr(loaded.__spec__, "_initializing", False):
-        return uninterrupted(importlib.import_module, module)
+        return call_uninterrupted(importlib.import_module, module)
     return loaded
 
 

@@ -165,7 +165,7 @@ def show_record(
     if not runs:
         _fail(f"No run is remembered. Files are kept in {folder_of_files() or 'no folder'}.")
     if listed or (not number and len(runs) > 1 and _in_a_terminal()):
-        _table(["run", "what"], [[str(i), str(run)] for i, run in enumerate(runs, 1)])
+        _print_table(["run", "what"], [[str(i), str(run)] for i, run in enumerate(runs, 1)])
         if listed:
             return
         number = typer.prompt("Which run", default=1, type=int)
@@ -220,7 +220,7 @@ def _census() -> None:
     cells = [[label, str(now), "" if then is None else str(then)] for label, now, then in rows]
     then = sum(counts.CENSUS_2020.values())
     total = ["all", str(sum(now for _, now, _ in rows)), str(then)]
-    _table(["category", "now", "2020"], [*cells, total])
+    _print_table(["category", "now", "2020"], [*cells, total])
 
 
 def _one_category(label: str) -> None:
@@ -231,7 +231,7 @@ def _one_category(label: str) -> None:
         categories = ", ".join(category.value for category in ops.Category)
         _fail(f"There is no category {label!r}. There are: {categories}.")
     entries = [ops.lookup(name) for name in ops.operators(category_named)]
-    _table(["operator", "why"], [[entry.name, entry.source] for entry in entries])
+    _print_table(["operator", "why"], [[entry.name, entry.source] for entry in entries])
 
 
 def _one_operator(name: str) -> None:
@@ -242,7 +242,7 @@ def _one_operator(name: str) -> None:
         if not overloads:
             _fail(str(error))
         entries = [ops.lookup(overload) for overload in overloads]
-        _table(
+        _print_table(
             ["overload", "category", "under vmap"],
             [[each.name, each.category.value, _rule_under_vmap(each)] for each in entries],
         )
@@ -262,7 +262,7 @@ def _one_operator(name: str) -> None:
         "under vmap": _rule_under_vmap(entry),
     }
     rows = [[label, value] for label, value in lines.items() if value]
-    _table(None, [*rows, *_function_rules(entry.name)])
+    _print_table(None, [*rows, *_function_rules(entry.name)])
 
 
 def _function_rules(operator: str) -> list[list[str]]:
@@ -270,7 +270,7 @@ def _function_rules(operator: str) -> list[list[str]]:
     rows = []
     for function, rule in registry.rules_of(operator):
         file, _, line = rule.source.rpartition(":")
-        place = f", {_shortened(file)}:{line}" if line else ""
+        place = f", {_shorten_path(file)}:{line}" if line else ""
         rows.append([function, f"function rule {rule.name} ({rule.stage.name}){place}"])
     return rows
 
@@ -278,16 +278,16 @@ def _function_rules(operator: str) -> list[list[str]]:
 def _rule_under_vmap(entry: ops.OperatorEntry) -> str:
     if entry.rule is None:
         return describe_execution(entry.name)
-    return f"rule {name_of_rule(entry.rule)}, {_shortened(entry.file)}:{entry.line}"
+    return f"rule {name_of_rule(entry.rule)}, {_shorten_path(entry.file)}:{entry.line}"
 
 
-def _shortened(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """Return a path relative to the working directory if it is below it, else unchanged."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
-def _table(header: list[str] | None, rows: list[list[str]]) -> None:
+def _print_table(header: list[str] | None, rows: list[list[str]]) -> None:
     """Print a table: drawn in a terminal, aligned columns elsewhere."""
     console = Console()
     if console.is_terminal:

@@ -59,7 +59,7 @@ def examine() -> Report:
     good = "all as expected" if not failures else f"{len(failures)} failed"
     facts = [
         ("tsfunc", _version("tsfunc")),
-        ("torch", f"{torch.__version__} ({_tested()})"),
+        ("torch", f"{torch.__version__} ({_tested_releases()})"),
         ("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
         ("system", platform.platform()),
         *((name, _version(name)) for name in _PACKAGES),
@@ -79,7 +79,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _tested() -> str:
+def _tested_releases() -> str:
     tested = ", ".join(releases.TESTED_TORCH)
     release = torch.__version__.partition("+")[0]
     return "tested" if release in releases.TESTED_TORCH else f"not tested; tested are {tested}"

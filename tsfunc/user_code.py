@@ -374,7 +374,7 @@ def fold_traceback(
         linked = pending.pop()
         if linked is not None and id(linked) not in seen:
             seen.add(id(linked))
-            linked.__traceback__ = _folded(linked.__traceback__)
+            linked.__traceback__ = _fold(linked.__traceback__)
             pending += (linked.__cause__, linked.__context__)
 
 
@@ -404,7 +404,7 @@ def _steps_of(trace: TracebackType | None) -> Iterator[Step]:
         trace = trace.tb_next
 
 
-def _kept(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
+def _mark_kept(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
     """Return the steps, and for each True if a traceback keeps its frame.
 
     Frames of the standard library are dropped where a library called them.
@@ -439,9 +439,9 @@ def _is_defect(error: BaseException) -> bool:
     return bool(called)
 
 
-def _folded(trace: TracebackType | None) -> TracebackType | None:
+def _fold(trace: TracebackType | None) -> TracebackType | None:
     shown_steps: list[Step] = []
-    for (frame, last, line), keep in _kept(_steps_of(trace)):
+    for (frame, last, line), keep in _mark_kept(_steps_of(trace)):
         if keep:
             shown_steps.append((frame, last, line))
         elif frame.f_code.co_filename.startswith(GENERATED):
@@ -505,7 +505,7 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
     where = recorded = ""
     hidden = 0
     after_library = is_users = False
-    for (frame, _, line), keep in _kept(_steps_of(error.__traceback__)):
+    for (frame, _, line), keep in _mark_kept(_steps_of(error.__traceback__)):
         if frame.f_code.co_filename.startswith(GENERATED):
             location = frame.f_globals.get(LOCATIONS, {}).get(line)
             # A program that was loaded from a file has its lines as strings.

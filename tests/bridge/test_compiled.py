@@ -42,7 +42,7 @@ def function_handler(request: pytest.FixtureRequest) -> Iterator[str]:
             pytest.skip("the compiled handlers are not built: python -m tsfunc build")
         yield request.param
         return
-    with compiled.paused():
+    with compiled.pause_handlers():
         yield request.param
 
 

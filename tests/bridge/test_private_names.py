@@ -25,10 +25,10 @@ from tsfunc.bridge.private_names import (
     PrivateNames,
     Risk,
     by_risk,
-    covered,
     dependency_table,
+    is_listed,
 )
-from tsfunc.bridge.private_names import missing as missing_in_torch
+from tsfunc.bridge.private_names import missing_message as missing_in_torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BRIDGE = ROOT / "tsfunc" / "bridge"
@@ -174,7 +174,7 @@ def test_a_listed_name_is_there_and_behaves(entry: PrivateNames) -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, *ATTRIBUTES])
 def test_a_name_in_the_source_is_listed(name: str) -> None:
-    assert covered(name), (
+    assert is_listed(name), (
         f"{name} ({', '.join([*NAMES.get(name, ()), *ATTRIBUTES.get(name, ())])}) is not in "
         f"tsfunc/bridge/private_names/: add it with a check and a stand-in."
     )
@@ -188,12 +188,12 @@ def test_a_listed_name_is_in_the_source() -> None:
 
 
 def test_a_name_that_is_not_listed_is_noticed() -> None:
-    assert covered("torch._C.DispatchKey.CPU")
-    assert covered("torch._C._functorch")
-    assert covered("_schema")
-    assert not covered("torch._C._Gone")
-    assert not covered("torch._C.DispatchKeyring")
-    assert not covered("_gone")
+    assert is_listed("torch._C.DispatchKey.CPU")
+    assert is_listed("torch._C._functorch")
+    assert is_listed("_schema")
+    assert not is_listed("torch._C._Gone")
+    assert not is_listed("torch._C.DispatchKeyring")
+    assert not is_listed("_gone")
 
 
 def test_a_failed_check_names_the_missing_or_differing_property() -> None:

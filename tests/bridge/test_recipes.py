@@ -360,7 +360,7 @@ def test_compiled_handlers_agree_with_the_python_ones(transform: str) -> None:
             mode = rng.choice(["plain", "plain", *MODES])
             for _ in range(rng.choice((1, 4, 6))):  # planned, seen, recorded, repeated
                 found = outcome(f, args, mode)
-            with compiled.paused():
+            with compiled.pause_handlers():
                 expected = outcome(f, args, mode)
             print(names, number, mode, [(tuple(x.shape), x.stride(), x.dtype) for x in args])
             if isinstance(expected, tuple):

@@ -22,7 +22,7 @@ from tsfunc.dispatch import (
     register_fallback,
 )
 from tsfunc.dispatch.recorder import KernelUse, Recorder
-from tsfunc.dispatch.recording import note, recording, run_as
+from tsfunc.dispatch.recording import note, record_calls, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
 from tsfunc.user_code import Location, called_by_user, user_location, warn
 
@@ -50,7 +50,7 @@ def triple_cell(x: Any) -> Any:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     recorder = Recorder(lambda: (HERE, False))
-    with recording(recorder):
+    with record_calls(recorder):
         yield recorder
     assert tls.state.plain
 

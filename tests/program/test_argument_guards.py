@@ -18,7 +18,7 @@ from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.errors import DescriptorViolation, FileFormatError
-from tsfunc.program.calling.retrace_reasons import differing
+from tsfunc.program.calling.retrace_reasons import differing_facts
 from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.guard_codegen import GuardFunction
 from tsfunc.program.fields import Field
@@ -122,7 +122,10 @@ def test_code_key_and_facts_agree_about_every_pair_of_calls() -> None:
         for other, second, _ in made:
             same_key = first.key == second.key
             assert (answers([other]) is not None) == same_key, (one, other)
-            assert (not differing(first.facts(name), second.facts(name))) == same_key, (one, other)
+            assert (not differing_facts(first.facts(name), second.facts(name))) == same_key, (
+                one,
+                other,
+            )
             assert same_key or one is not other
 
 

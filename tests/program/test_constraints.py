@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from tsfunc import Dim, specialize, vmap
 from tsfunc import MetaTensorType as Meta
-from tsfunc.bridge.sizes.bounds import holds, holds_at
+from tsfunc.bridge.sizes.bounds import holds_at, holds_for_all
 from tsfunc.errors import ConstraintViolation, DataDependentError, DescriptorViolation
 
 r = torch.randn
@@ -714,7 +714,7 @@ def test_proved_facts_about_quotients_hold(
     by, least = sympify(divisor, {"n": n, "m": m}), sympify(bound, {"n": n, "m": m})
     quotient = sign * FloorDiv(a * n + b * m + c * n * m + d, by)
     constraint = {"==": Eq, ">=": Ge, ">": Gt}[word](quotient, sign * least)
-    if constraint.free_symbols and holds(constraint, {"n": Dim("n"), "m": Dim("m")}):
+    if constraint.free_symbols and holds_for_all(constraint, {"n": Dim("n"), "m": Dim("m")}):
         for one, other in itertools.product(range(2, 9), repeat=2):
             assert holds_at(constraint, {"n": one, "m": other})
 

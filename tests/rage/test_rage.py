@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tsfunc
 from tsfunc import errors, rage
 from tsfunc.rage import event_recorder as keeping
-from tsfunc.rage.event_recorder import LONGEST, EventRecorder, scrubbed
+from tsfunc.rage.event_recorder import LONGEST, EventRecorder, scrub
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ class TestWhatIsNotKept:
         ],
     )
     def test_scrubbing(self, text: str, kept: str | None) -> None:
-        assert scrubbed(text) == (text if kept is None else kept)
+        assert scrub(text) == (text if kept is None else kept)
 
     def test_folders_whose_names_have_spaces(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -123,23 +123,23 @@ class TestWhatIsNotKept:
         folder = tmp_path / "jo do" / "my work"
         folder.mkdir(parents=True)
         monkeypatch.chdir(folder)
-        assert scrubbed(f"at {folder}/a/train.py:12") == "at train.py:12"
+        assert scrub(f"at {folder}/a/train.py:12") == "at train.py:12"
 
     def test_a_folder_that_is_gone(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         folder = tmp_path / "gone"
         folder.mkdir()
         monkeypatch.chdir(folder)
         folder.rmdir()
-        assert scrubbed("/a/b/c.py") == "c.py"
+        assert scrub("/a/b/c.py") == "c.py"
 
     @given(st.lists(st.text("abc XYZ09_-.", min_size=1), min_size=2, max_size=5))
     def test_no_folder_of_a_quoted_path_is_kept(self, parts: list[str]) -> None:
         folders = ["<" + part + ">" for part in parts[:-1]]
-        text = scrubbed(f"no file '/{'/'.join([*folders, parts[-1]])}' here")
+        text = scrub(f"no file '/{'/'.join([*folders, parts[-1]])}' here")
         assert text == f"no file '{parts[-1]}' here"
 
     def test_long_texts_are_cut(self) -> None:
-        kept = scrubbed("a" * 10 * LONGEST)
+        kept = scrub("a" * 10 * LONGEST)
         assert len(kept) < LONGEST + 20
         assert "[...]" in kept
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tsfunc.errors import MemoryBudgetWarning
 from tsfunc.transforms import chunk_sizes
-from tsfunc.transforms.chunk_sizes import GROWTH, MARGIN, MeasuredSize, MemoryModel, _readable
+from tsfunc.transforms.chunk_sizes import GROWTH, MARGIN, MeasuredSize, MemoryModel, _bytes_text
 
 
 class Pretended:
@@ -157,4 +157,4 @@ def test_an_example_that_takes_nothing() -> None:
     [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (5 * 2**40, "5120 GiB")],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
-    assert _readable(size) == text
+    assert _bytes_text(size) == text

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
-from tsfunc._lazy import uninterrupted
+from tsfunc._lazy import call_uninterrupted
 from tsfunc.bridge.grad import dual_level
 from tsfunc.bridge.tracers.interrupts import open_blocks, outermost
 from tsfunc.dispatch import state
@@ -499,12 +499,12 @@ def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        uninterrupted(register)
+        call_uninterrupted(register)
     assert done == [1]
     assert signal.getsignal(signal.SIGINT) is handler
-    assert on_another_thread(lambda: uninterrupted(int, "3")) == 3
+    assert on_another_thread(lambda: call_uninterrupted(int, "3")) == 3
     with pytest.raises(ZeroDivisionError):
-        uninterrupted(divmod, 1, 0)
+        call_uninterrupted(divmod, 1, 0)
     assert signal.getsignal(signal.SIGINT) is handler
 
 

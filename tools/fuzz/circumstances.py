@@ -64,7 +64,7 @@ def _deterministic() -> Iterator[None]:
 
 # Circumstances around a call of tsfunc, each with a function that returns a context manager.
 CONTEXTS: Mapping[str, Any] = {
-    "python handlers": compiled.paused,
+    "python handlers": compiled.pause_handlers,
     "flops": lambda: FlopCounterMode(display=False),
     "dispatch mode": _Passing,
     "decomposing mode": _Decomposing,

@@ -19,7 +19,7 @@ def call_summary(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     return f"{name}({', '.join(kinds)})"
 
 
-def escaped(name: str, level: Level) -> str:
+def escape_message(name: str, level: Level) -> str:
     """Return the message for a value that is used after its level has ended."""
     peer = (
         " (torch.func says: your tensor may have escaped from inside a function being vmapped)"

@@ -48,7 +48,7 @@ def run_as(
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def record_calls(recorder: Recorder) -> Iterator[None]:
     """Context manager: record the calls that are dispatched in the block."""
     with using(tls.state.replace(recorder=recorder)):
         yield

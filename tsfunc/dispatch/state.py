@@ -293,7 +293,7 @@ def _user_code(frame: FrameType) -> tuple[CodeType, int]:
 
 
 @contextmanager
-def _restoring(restores: Sequence[Restore]) -> Iterator[None]:
+def _enter_all(restores: Sequence[Restore]) -> Iterator[None]:
     """Enter the context manager of each function, and exit all that were entered."""
     with ExitStack() as stack:
         for restore in restores:
@@ -459,7 +459,7 @@ class Level:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Context manager: restore the state outside of this package that the level captured."""
-        return _restoring(self.restores) if self.restores else _NOTHING_TO_RESTORE
+        return _enter_all(self.restores) if self.restores else _NOTHING_TO_RESTORE
 
     @contextmanager
     def restored(self) -> Iterator[None]:

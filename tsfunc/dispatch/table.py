@@ -88,8 +88,8 @@ class Operator:
         native: the function that every backend without a cell runs.
 
     Attributes:
-        outward: the callable by which a level's kernel continues at the next outer level, called
-            on the values inside of the level's tracers. It is the operator itself; a subclass may
+        outward: the callable by which a level's kernel continues at the next outer level, called on
+            the values inside of the level's tracers. By default the operator itself; a subclass may
             set another one.
 
     Raises:
@@ -200,7 +200,7 @@ class Operator:
                 if level is None:
                     raise DispatchError(messages.no_level(self.name, depth, bits))
             if not level.alive:
-                raise EscapedTracerError(messages.escaped(self.name, level))
+                raise EscapedTracerError(messages.escape_message(self.name, level))
             tls.state = state = level.kernel_state(bit)
         else:
             ends = BACKEND_BITS >> bit & 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, flat_by_example
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
@@ -102,14 +102,14 @@ def _normalize(
     "aten::native_batch_norm", "aten::_native_batch_norm_legit",
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
 )  # fmt: skip
-@checked
+@refuse_like_torch
 def batch_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Training is an argument."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], args[5], args[6])
 
 
 @row("aten::_native_batch_norm_legit.no_stats")
-@checked
+@refuse_like_torch
 def batch_norm_no_stats(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -123,7 +123,7 @@ def batch_norm_no_stats(
 @row(
     "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
 )  # fmt: skip
-@checked
+@refuse_like_torch
 def batch_norm_evaluating(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -132,11 +132,11 @@ def batch_norm_evaluating(
 
 
 @row("aten::_batch_norm_with_update")
-@checked
+@refuse_like_torch
 def batch_norm_training(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Batch norm in training mode. Its derivative requires a weight."""
+    """Batch norm in training mode. The derivative requires a weight."""
 
     def call(x: Tensor, weight: Tensor | None, *rest: Any) -> Any:
         weight = x.new_ones(x.shape[1]) if weight is None else weight
@@ -148,7 +148,7 @@ def batch_norm_training(
 @row(
     "aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional",
 )  # fmt: skip
-@checked
+@refuse_like_torch
 def batch_norm_functional(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, aten_names, row, rows
 
 
@@ -47,7 +47,7 @@ def folded(core: int, *positions: int) -> Rule:
         has_n = x.dim() - (bdims[first] is not None) > core
         return unfold(op(*new, **kwargs), size, has_n), 0
 
-    return checked(rule)
+    return refuse_like_torch(rule)
 
 
 rows(
@@ -91,14 +91,14 @@ def fractional(core: int) -> Rule:
         samples = expand_to_front(samples, bdims[3], size).flatten(0, 1)
         return unfold(op(fold(x, bdims[0], size, core), kernel, output, samples), size, has_n), 0
 
-    return checked(rule)
+    return refuse_like_torch(rule)
 
 
 rows(fractional(3), "aten::fractional_max_pool2d")
 rows(fractional(4), "aten::fractional_max_pool3d")
 
 
-def _upsampling(suffix: str) -> list[str]:
+def _upsampling_names(suffix: str) -> list[str]:
     two = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
     kinds = [
         *(f"upsample_{kind}" for kind in "linear1d bilinear2d trilinear3d bicubic2d".split()),
@@ -126,12 +126,12 @@ def upsample_backward(
     return unfold(op(grad, output_size, [n * size, *shape], *rest, **kwargs), size, True), 0
 
 
-rows(upsample, *_upsampling(""))
-rows(upsample_backward, *_upsampling("_backward"))
+rows(upsample, *_upsampling_names(""))
+rows(upsample_backward, *_upsampling_names("_backward"))
 
 
 @row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
-@checked
+@refuse_like_torch
 def grid_sampler(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Images sampled at shared points become channels; points of a shared image become rows.
 
@@ -163,7 +163,7 @@ def grid_sampler_backward(
 
 
 @row("aten::affine_grid_generator")
-@checked
+@refuse_like_torch
 def affine_grid_generator(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

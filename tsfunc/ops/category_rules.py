@@ -81,7 +81,7 @@ class VerifiedRule:
         except Exception:
             # The operator has no fake kernel, or the fake kernel rejects one of the two calls.
             return False
-        results, expected = _listed(out), _listed(expected_result)
+        results, expected = _as_list(out), _as_list(expected_result)
         positions = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
         return len(results) == len(expected) == len(positions) and all(
             isinstance(result, Tensor)
@@ -94,7 +94,7 @@ class VerifiedRule:
         )
 
 
-def _listed(out: Any) -> list[Any]:
+def _as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (tuple, list)) else [out]
 
 

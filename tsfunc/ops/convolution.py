@@ -26,7 +26,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     with_defaults,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 
@@ -79,7 +79,7 @@ def _with_bias(
 
 
 @row("aten::convolution", "aten::convolution_overrideable")
-@checked
+@refuse_like_torch
 def convolution(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Fold the batch into N, O or the groups: NOTE [folding a convolution]."""
     x, weight, bias, *rest, groups = args
@@ -231,7 +231,7 @@ def convolution_rule(spatial: int) -> Rule:
         if isinstance(padding, str):
             if padding == "same" and any(step != 1 for step in stride):
                 return raise_as_one_example(op, bdims, args, kwargs)
-            x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
+            x, p, padding = _pad_input(x, p, padding, logical_shape(weight, q)[2:], dilation)
         padding = _per_spatial_dim(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
         result = convolution(_convolve, level, (p, q, r), (x, weight, bias, *rest), kwargs)
@@ -243,7 +243,7 @@ def convolution_rule(spatial: int) -> Rule:
     return rule
 
 
-def _padded(
+def _pad_input(
     x: Tensor, bdim: int | None, how: str, kernel: Sequence[Any], dilation: Sequence[Any]
 ) -> tuple[Tensor, int | None, list[Any]]:
     """Return the input, its batch dim and numeric padding; "same" can pad one side more."""

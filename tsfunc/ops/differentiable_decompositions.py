@@ -47,11 +47,11 @@ def batch_norm(
     wide = in_accumulation_dtype(x)
     dims = [d for d in range(x.dim()) if d != 1]
     mean, var = wide.mean(dims), wide.var(dims, correction=0)
-    out, scale = _normalized(wide, weight, bias, mean, var, eps)
+    out, scale = _normalize(wide, weight, bias, mean, var, eps)
     return out.to(x.dtype), mean.detach(), scale.detach()
 
 
-def _normalized(
+def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor normalized by statistics of its channels, and the scale of each channel."""
@@ -171,7 +171,7 @@ def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *r
         return batch_norm(x, weight, bias, eps)
     if mean is None or var is None:
         return NotImplemented
-    out, _ = _normalized(in_accumulation_dtype(x), weight, bias, mean, var, eps)
+    out, _ = _normalize(in_accumulation_dtype(x), weight, bias, mean, var, eps)
     return out.to(x.dtype), x.new_empty(0), x.new_empty(0)
 
 
@@ -204,7 +204,7 @@ def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     return native_batch_norm(x, weight, bias, None, None, *rest)
 
 
-def _recomputed(x: Tensor, scale: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+def _recompute_statistics(x: Tensor, scale: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     """Return the mean and the scale over ``dims`` with their derivatives.
 
     Args:
@@ -251,7 +251,7 @@ def layer_norm_backward(
         in_accumulation_dtype(x),
         in_accumulation_dtype(grad),
     )
-    mean, scale = _recomputed(wide, scale, dims)
+    mean, scale = _recompute_statistics(wide, scale, dims)
     outer = list(range(x.dim() - len(shape)))
     by_normalized = cotangent if weight is None else cotangent * weight
     scaled = cotangent * (wide - mean) * scale
@@ -259,12 +259,12 @@ def layer_norm_backward(
         _normalization_grad(wide, by_normalized, mean, scale, dims).to(x.dtype).contiguous()
         if mask[0]
         else None,
-        _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
-        _summed(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
+        _sum_over(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
+        _sum_over(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
     )
 
 
-def _summed(x: Tensor, dims: list[int]) -> Tensor:
+def _sum_over(x: Tensor, dims: list[int]) -> Tensor:
     return x.sum(dims) if dims else x
 
 
@@ -320,7 +320,7 @@ def binary_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
     losses = functional.binary_cross_entropy(x, target, reduction="none")
-    return _reduced(losses if weight is None else losses * weight, reduction)
+    return _reduce(losses if weight is None else losses * weight, reduction)
 
 
 def binary_cross_entropy_with_logits(
@@ -333,11 +333,11 @@ def binary_cross_entropy_with_logits(
     surprise = functional.logsigmoid(x)
     surprise = surprise if pos_weight is None else surprise * (1 + (pos_weight - 1) * target)
     losses = (1 - target) * x - surprise
-    return _reduced(losses if weight is None else losses * weight, reduction)
+    return _reduce(losses if weight is None else losses * weight, reduction)
 
 
 def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    return _reduced(-functional.logsigmoid(target * x), reduction)
+    return _reduce(-functional.logsigmoid(target * x), reduction)
 
 
 def soft_margin_loss_backward(
@@ -347,7 +347,7 @@ def soft_margin_loss_backward(
     return by_x / x.numel() if reduction == 1 else by_x
 
 
-def _reduced(losses: Tensor, reduction: int) -> Tensor:
+def _reduce(losses: Tensor, reduction: int) -> Tensor:
     """Return losses after torch's reduction 0 (none), 1 (mean) or 2 (sum)."""
     if reduction == 0:
         return losses
@@ -444,7 +444,7 @@ def group_norm_backward(
         in_accumulation_dtype(x).reshape(shape),
         in_accumulation_dtype(grad).reshape(shape),
     )
-    mean, scale = _recomputed(wide, scale.reshape(n, groups, 1, 1), dims)
+    mean, scale = _recompute_statistics(wide, scale.reshape(n, groups, 1, 1), dims)
     by_normalized = cotangent
     if weight is not None:
         by_normalized = cotangent * weight.reshape(1, groups, c // groups, 1)

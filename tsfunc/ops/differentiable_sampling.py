@@ -94,7 +94,7 @@ def _taps(point: Tensor, size: Any, mode: int, padding: int, align_corners: bool
     unclipped = ((point + 1) * size - 1) / 2 if not align_corners else (point + 1) * scale
     position, inner = unclipped.detach(), torch.ones_like(point)
     if mode != _BICUBIC:  # the taps of a cubic are moved one by one
-        position, inner = _padded(position, size, padding, align_corners)
+        position, inner = _move_into_image(position, size, padding, align_corners)
     near = position.isfinite() & (position.abs() <= _FARTHEST)
     position = torch.where(near, position, _ELSEWHERE)
     if mode == _NEAREST:
@@ -107,7 +107,7 @@ def _taps(point: Tensor, size: Any, mode: int, padding: int, align_corners: bool
     weights = _WEIGHTS[mode](between)
     pixels = [start + offset for offset in offsets]
     if mode == _BICUBIC:
-        pixels = [_padded(pixel, size, padding, align_corners)[0] for pixel in pixels]
+        pixels = [_move_into_image(pixel, size, padding, align_corners)[0] for pixel in pixels]
     pixel = torch.stack(pixels, -1)
     return _Taps(
         pixel=pixel.clamp(0, size - 1).to(torch.int64),
@@ -117,7 +117,7 @@ def _taps(point: Tensor, size: Any, mode: int, padding: int, align_corners: bool
     )
 
 
-def _padded(
+def _move_into_image(
     position: Tensor, size: Any, padding: int, align_corners: bool
 ) -> tuple[Tensor, Tensor]:
     """Return positions moved into the image, and the derivative: 1, 0 or -1."""

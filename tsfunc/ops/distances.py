@@ -20,7 +20,7 @@ from tsfunc.ops.refusal import raise_as_one_example, ranks_at_least
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
-def _aligned(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _align(level: RuleLevel, bdims: BatchDims, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors with the batch dim first and equal ranks."""
     return aligned_batches(tensors, bdims, [0] * len(tensors), level.batch_size)
 
@@ -30,14 +30,14 @@ def cdist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
     """Leading dims broadcast."""
     if not ranks_at_least(bdims, args[:2], 2, 2):
         return raise_as_one_example(op, bdims, args, kwargs)
-    x, y = _aligned(level, bdims[:2], args[:2])
+    x, y = _align(level, bdims[:2], args[:2])
     return op(x, y, *args[2:]), 0
 
 
 @row("aten::_euclidean_dist")
 def euclidean_dist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Leading dims must be equal, so they are expanded."""
-    x, y = _aligned(level, bdims, args)
+    x, y = _align(level, bdims, args)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return op(x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])), 0
 
@@ -46,7 +46,7 @@ def euclidean_dist(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 def cdist_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result has the rows of the first matrix, and the leading dims that both broadcast to."""
     grad, x, y, p, distances = args
-    tensors = _aligned(level, (*bdims[:3], bdims[4]), (grad, x, y, distances))
+    tensors = _align(level, (*bdims[:3], bdims[4]), (grad, x, y, distances))
     unit_shape = [level.batch_size] + [1] * (tensors[0].dim() - 3)
     lead = torch.broadcast_shapes(unit_shape, *(t.shape[:-2] for t in tensors))
     grad, x, y, distances = (t.expand(*lead, *t.shape[-2:]).contiguous() for t in tensors)
@@ -87,5 +87,5 @@ def cosine_similarity(
     rank = max(logical_rank(x, bdims[0]), logical_rank(y, bdims[1]))
     if rank == 0:
         return raise_as_one_example(op, bdims, args, kwargs)
-    x, y = _aligned(level, bdims[:2], (x, y))
+    x, y = _align(level, bdims[:2], (x, y))
     return op(x, y, physical_dim(dim, rank, 0), eps), 0

@@ -25,7 +25,7 @@ from tsfunc.ops.dims import (
     logical_shape,
     op_name,
 )
-from tsfunc.ops.refusal import checked, require
+from tsfunc.ops.refusal import refuse_like_torch, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree_on_results, check_equal_rows, common_value
 from tsfunc.user_code import user_location
@@ -127,7 +127,7 @@ rows(
 
 
 @row("aten::bincount")
-@checked
+@refuse_like_torch
 def bincount(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Add to the bins of all examples, if ``minlength`` says how many bins there are.
 
@@ -202,7 +202,7 @@ def argument_nonzero(
 
 
 @row("aten::masked_select")
-@checked
+@refuse_like_torch
 def masked_select(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Select with a shared mask, which gives equally many elements for each example."""
     x, mask = args

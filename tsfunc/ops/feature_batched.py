@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tsfunc.ops.channels_last import channels_last
 from tsfunc.ops.dims import align, batch_to_front, batches_first
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
@@ -50,7 +50,7 @@ def _column(x: Tensor | None, bdim: int | None, right: int) -> tuple[Tensor | No
 
 
 @row("aten::native_layer_norm")
-@checked
+@refuse_like_torch
 def native_layer_norm(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -68,7 +68,7 @@ def native_layer_norm(
 
 
 @row("aten::layer_norm")
-@checked
+@refuse_like_torch
 def layer_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Normalize the last dims of each example; the statistics are not returned."""
     x, bdim = args[0], bdims[0]
@@ -116,7 +116,7 @@ def native_layer_norm_backward(
 
 
 @row("aten::native_group_norm")
-@checked
+@refuse_like_torch
 def native_group_norm(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
     unit_dims,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_are
+from tsfunc.ops.refusal import raise_as_one_example, ranks_are, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 from tsfunc.ops.sparse_elementwise import is_sparse
 
@@ -257,7 +257,7 @@ def _as_element(number: Any, dtype: torch.dtype) -> Any:
     return bool(number) if dtype is torch.bool else int(number)
 
 
-def _added(
+def _add_scaled(
     op: Any, bdims: BatchDims, args: Args, kwargs: Kwargs, out: Tensor, p: int | None
 ) -> Any:
     """Return ``beta * x + alpha * out``; ``x``, the first argument, must fit into ``out``."""
@@ -300,7 +300,7 @@ def _pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 
 @row("aten::addmm")
-@checked
+@refuse_like_torch
 def addmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
@@ -315,7 +315,7 @@ def addmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
             if bdim is not None:
                 x = unit_dims(batch_to_front(x, bdim), 1, 3 - x.dim())
             return torch.baddbmm(x, batch_to_front(a, p), batch_to_front(b, q), **kwargs), 0
-        return _added(op, bdims, args, kwargs, *_pair(bdims, args))
+        return _add_scaled(op, bdims, args, kwargs, *_pair(bdims, args))
     except RuntimeError:
         return sparse.sparse_sum_of_product(op, level, bdims, args, kwargs)
 
@@ -326,13 +326,13 @@ def added_product(first: int, second: int) -> Rule:
     def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         if not _have_ranks(bdims[1:], args[1:], first, second):
             return raise_as_one_example(op, bdims, args, kwargs)
-        return _added(op, bdims, args, kwargs, *_pair(bdims, args))
+        return _add_scaled(op, bdims, args, kwargs, *_pair(bdims, args))
 
     return rule
 
 
-rows(checked(added_product(2, 1)), "aten::addmv")
-rows(checked(added_product(3, 3)), "aten::baddbmm")
+rows(refuse_like_torch(added_product(2, 1)), "aten::addmv")
+rows(refuse_like_torch(added_product(3, 3)), "aten::baddbmm")
 
 
 def _sum_pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
@@ -348,12 +348,12 @@ def _sum_pair(bdims: BatchDims, args: Sequence[Any]) -> tuple[Tensor, int | None
 
 
 @row("aten::addbmm")
-@checked
+@refuse_like_torch
 def addbmm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The sum of products is one product of longer rows."""
     if not _have_ranks(bdims[1:], args[1:], 3, 3):
         return raise_as_one_example(op, bdims, args, kwargs)
-    return _added(op, bdims, args, kwargs, *_sum_pair(bdims, args))
+    return _add_scaled(op, bdims, args, kwargs, *_sum_pair(bdims, args))
 
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
@@ -372,12 +372,12 @@ def outer(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
 
 
 @row("aten::addr")
-@checked
+@refuse_like_torch
 def addr(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the sum of the first argument and an outer product."""
     if not _have_ranks(bdims[1:], args[1:], 1, 1):
         return raise_as_one_example(op, bdims, args, kwargs)
-    return _added(op, bdims, args, kwargs, *_outer(args[1], bdims[1], args[2], bdims[2]))
+    return _add_scaled(op, bdims, args, kwargs, *_outer(args[1], bdims[1], args[2], bdims[2]))
 
 
 _RANKS = {

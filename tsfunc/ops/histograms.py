@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.factories import evenly_spaced
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
-from tsfunc.ops.refusal import checked, raise_as_one_example, require
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 
@@ -111,7 +111,7 @@ def _weight(bdims: BatchDims, args: Sequence[Any], kwargs: Mapping[str, Any], si
 
 
 @row("aten::histogram.bin_ct")
-@checked
+@refuse_like_torch
 def histogram(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
@@ -123,7 +123,7 @@ def histogram(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
 
 
 @row("aten::histogram.bins_tensor")
-@checked
+@refuse_like_torch
 def histogram_between(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -137,7 +137,7 @@ def histogram_between(
 
 
 @row("aten::_histogramdd_bin_edges")
-@checked
+@refuse_like_torch
 def histogramdd_edges(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -161,7 +161,7 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], limits: Sequence[float] | None
 
 
 @row("aten::_histogramdd_from_bin_cts")
-@checked
+@refuse_like_torch
 def histogramdd(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Equal bins along each coordinate."""
     if logical_rank(args[0], bdims[0]) < 2 or len(args[1]) != _coordinates(args[0], bdims[0]):
@@ -174,7 +174,7 @@ def histogramdd(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 
 
 @row("aten::_histogramdd_from_bin_tensors")
-@checked
+@refuse_like_torch
 def histogramdd_between(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

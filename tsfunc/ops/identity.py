@@ -20,7 +20,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
 )
 from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, RuleLevel, row
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 
 COPIES: Final = Family()
 """Operators that copy a tensor or compare tensors by their metadata."""
@@ -28,13 +28,13 @@ COPIES: Final = Family()
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
-@shifted(Shift.SAME)
+@shift_arguments(Shift.SAME)
 def same_shape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators on one tensor and numbers, in place or not: the batch dim stays."""
     return op(*args, **kwargs), bdims[0]
 
 
-@shifted(Shift.SAME)
+@shift_arguments(Shift.SAME)
 def same_layout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
     x, bdim = args[0], bdims[0]
@@ -75,7 +75,7 @@ def to_dtype(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
 
 
 @COPIES.row("aten::copy_")
-@shifted(Shift.SAME, Shift.SAME)
+@shift_arguments(Shift.SAME, Shift.SAME)
 def copy_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Broadcast the source and cast it to the dtype of the target."""
     x, bdim = args[0], bdims[0]
@@ -210,10 +210,10 @@ def resize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
             "vmap: resize_ is for tensors whose elements lie in memory in their own order. Use "
             "x.contiguous() first, or x.reshape(...) or x.new_empty(...) instead."
         )
-    return _resized(x, args[1], kwargs.get("memory_format")), 0
+    return _resize(x, args[1], kwargs.get("memory_format")), 0
 
 
-def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format | None) -> Tensor:
+def _resize(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format | None) -> Tensor:
     old = flatten_logical(x)
     count = math.prod(size)
     if count <= old.shape[1]:

@@ -21,7 +21,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
     wrap_dim,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example, require
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 
 
@@ -136,7 +136,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
     "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
     "aten::index_reduce", "aten::index_reduce_",
 )  # fmt: skip
-@checked
+@refuse_like_torch
 def index_write(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator for a shared index, else the corresponding scatter."""
     x, dim, index, source, *rest = args
@@ -184,7 +184,7 @@ def _scatter_by_example(
     "aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor",
     "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
 )  # fmt: skip
-@checked
+@refuse_like_torch
 def index_fill(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Fill with one number for a shared index, else with numbers per example."""
     x, dim, index, value = args
@@ -232,7 +232,7 @@ def _index_mask(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 @row("aten::take")
-@checked
+@refuse_like_torch
 def take(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Index into the flattened elements of each example."""
     x, index = args
@@ -249,7 +249,7 @@ def take(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
 
 @row("aten::put", "aten::put_")
-@checked
+@refuse_like_torch
 def put(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Write into the flattened elements of each example."""
     x, index, source, *rest = args
@@ -279,7 +279,7 @@ def _ordinals(mask: Tensor) -> Tensor:
 
 
 @row("aten::masked_scatter", "aten::masked_scatter_")
-@checked
+@refuse_like_torch
 def masked_scatter(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args

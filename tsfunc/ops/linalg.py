@@ -24,7 +24,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
 from tsfunc.ops.reductions import reduction
-from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_at_least
+from tsfunc.ops.refusal import raise_as_one_example, ranks_at_least, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row, rows
 
 
@@ -162,7 +162,7 @@ def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
 
 rows(matrices_rule(2, 1), "aten::linalg_householder_product")
 rows(matrices_rule(2, 1, 2), "aten::ormqr")
-rows(checked(matrices_rule(2, 1, 2, broadcast=True)), "aten::linalg_ldl_solve")
+rows(refuse_like_torch(matrices_rule(2, 1, 2, broadcast=True)), "aten::linalg_ldl_solve")
 
 
 _unpacked = matrices_rule(2, 1)

@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
     flatten_logical,
     logical_rank,
 )
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
@@ -77,11 +77,11 @@ def pointwise_loss_backward(count: int) -> Rule:
 
 
 rows(
-    checked(pointwise_loss(2)),
+    refuse_like_torch(pointwise_loss(2)),
     "aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::soft_margin_loss",
 )  # fmt: skip
-rows(checked(pointwise_loss(3)), "aten::binary_cross_entropy")
-rows(checked(pointwise_loss(4)), "aten::binary_cross_entropy_with_logits")
+rows(refuse_like_torch(pointwise_loss(3)), "aten::binary_cross_entropy")
+rows(refuse_like_torch(pointwise_loss(4)), "aten::binary_cross_entropy_with_logits")
 rows(
     pointwise_loss_backward(3),
     "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
@@ -123,7 +123,7 @@ def _class_losses(
 
 
 @row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
-@checked
+@refuse_like_torch
 def nll_loss_forward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -165,7 +165,7 @@ def _fold_into_samples(x: Tensor, bdim: int | None, size: int, lead: int) -> Ten
 
 
 @row("aten::multi_margin_loss")
-@checked
+@refuse_like_torch
 def multi_margin_loss(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -216,7 +216,7 @@ def _sample_grads(grad: Tensor, bdim: int | None, x: Tensor, reduction: int) -> 
 
 
 @row("aten::multilabel_margin_loss_forward")
-@checked
+@refuse_like_torch
 def multilabel_margin_loss_forward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:

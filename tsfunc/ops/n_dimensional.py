@@ -20,9 +20,9 @@ from tsfunc.ops.dims import (
     with_defaults,
     wrap_dim,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 
 
 def fold_leading_dims(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def tile(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
 
 @row("aten::flip")
-@shifted(Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.SAME, Shift.DIMS)
 def flip(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flip logical dims. A scalar is cloned."""
     x, bdim = args[0], bdims[0]
@@ -65,7 +65,7 @@ def flip(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 
 
 @row("aten::roll")
-@shifted(Shift.FEW, Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.FEW, Shift.SAME, Shift.DIMS)
 def roll(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Without ``dims``, roll the flattened logical tensor."""
     x, bdim = args[0], bdims[0]
@@ -174,7 +174,7 @@ def trace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
 
 
 @row("aten::select_backward")
-@shifted(Shift.SAME, Shift.SIZES, Shift.NEW_DIM)
+@shift_arguments(Shift.SAME, Shift.SIZES, Shift.NEW_DIM)
 def select_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Insert the selected dim, as unsqueeze does."""
     grad, sizes, dim, index = args
@@ -187,7 +187,7 @@ def select_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwa
 
 
 @row("aten::slice_backward")
-@shifted(Shift.SAME, Shift.SIZES, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.SIZES, Shift.DIM)
 def slice_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The result has the rank of the gradient."""
     grad, sizes, dim = args[:3]
@@ -198,7 +198,7 @@ def slice_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 
 
 @row("aten::diagonal_backward")
-@shifted(Shift.SAME, Shift.SIZES, Shift.SAME, Shift.NEW_DIM, Shift.NEW_DIM)
+@shift_arguments(Shift.SAME, Shift.SIZES, Shift.SAME, Shift.NEW_DIM, Shift.NEW_DIM)
 def diagonal_backward(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -245,7 +245,7 @@ def diagonal_scatter(
 
 
 @row("aten::pixel_shuffle", "aten::pixel_unshuffle")
-@checked
+@refuse_like_torch
 def pixel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel accepts any dims before the last three; only four dims can be channels-last.
 
@@ -261,7 +261,7 @@ def pixel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
 
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")
-@checked
+@refuse_like_torch
 def channel_shuffle(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The kernel takes one dim before the channels."""
     x = batch_to_front(args[0], bdims[0])

@@ -1,13 +1,13 @@
 """Random bits as a function of a key and a counter: Philox 4x32-10 in tensor operators.
 
 NOTE [random numbers of an example]
-With ``randomness="split"`` an example draws as if it ran alone. Its numbers depend on the seed, on
-its index in the batch, and on the number of draws it made before. They do not depend on the other
-examples, or on how many examples run at a time. A vmapped call draws two 32-bit words from torch's
-generator, one pair for the whole batch. This pair is the call's *key*, that of a counter-based
-generator. The counter holds the index of the example (its lower 32 bits), the number of draws that
-the example made before, the index of the number within the draw, and its purpose. This has four
-consequences:
+With ``randomness="split"`` an example draws as if it ran alone. The numbers depend on the seed, on
+its index in the batch, and on the number of draws it made before. The numbers of an example do not
+depend on the other examples, or on how many examples run at a time. A vmapped call draws two 32-bit
+words from torch's generator, one pair for the whole batch. This pair is the call's *key*, that of a
+counter-based generator. The counter holds the index of the example (its lower 32 bits), the number
+of draws that the example made before, the index of the number within the draw, and its purpose. The
+construction has four consequences:
 
 - ``torch.manual_seed`` and ``generator=`` work as they do without vmap;
 - the chunks of a batch have the key of the whole call, so an example draws the same numbers in

@@ -28,7 +28,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 
 
 def reduction(
@@ -66,7 +66,7 @@ def reduction(
         out = op(x, *args[1:position], target, *args[position + 1 :], **kwargs)
         return out, bdim if keeps_dims else bdim - before
 
-    return shifted(*[Shift.SAME] * position, Shift.DIMS)(rule)
+    return shift_arguments(*[Shift.SAME] * position, Shift.DIMS)(rule)
 
 
 def _of_scalar(
@@ -108,7 +108,7 @@ _by_dims = reduction()
 _keyword_keepdim = reduction(1, None)
 
 
-@shifted(Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.SAME, Shift.DIMS)
 def variance(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
@@ -116,7 +116,7 @@ def variance(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kw
     return _keyword_keepdim(op, level, bdims, args, kwargs)
 
 
-@shifted(Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.SAME, Shift.DIMS)
 def all_or_any(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """An empty list of dims reduces no dim; other reductions treat it as all dims."""
     if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
@@ -124,7 +124,7 @@ def all_or_any(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     return _by_dims(op, level, bdims, args, kwargs)
 
 
-@shifted(Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.SAME, Shift.DIMS)
 def arg_extreme(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
@@ -257,7 +257,7 @@ def along_dim(tensors: int = 1) -> Rule:
         out = op(*[v.unsqueeze(1) for v in values], 1, *rest, **kwargs)
         return (out.squeeze(1) if isinstance(out, Tensor) else [o.squeeze(1) for o in out]), 0
 
-    return shifted(*[Shift.SAME] * tensors, Shift.DIM)(rule)
+    return shift_arguments(*[Shift.SAME] * tensors, Shift.DIM)(rule)
 
 
 _along = along_dim()
@@ -301,7 +301,7 @@ rows(reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
 rows(reduction(2, 3), "aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype")
 
 
-def _selecting(rule: Rule) -> Rule:
+def _selecting_rule(rule: Rule) -> Rule:
     """Return the rule of an operator whose values are elements of its argument.
 
     torch's kernels are for some dtypes, but a scalar of any dtype is its own selection.
@@ -318,9 +318,16 @@ def _selecting(rule: Rule) -> Rule:
     return selecting
 
 
-rows(shifted(Shift.SAME, Shift.DIMS)(_selecting(reduction(1, 2, -1))), "aten::mode")
-rows(shifted(Shift.SAME, Shift.SAME, Shift.DIMS)(_selecting(reduction(2, 3, -1))), "aten::kthvalue")
-rows(shifted(Shift.SAME, Shift.DIM)(_selecting(along_dim())), "aten::cummax", "aten::cummin")
+rows(shift_arguments(Shift.SAME, Shift.DIMS)(_selecting_rule(reduction(1, 2, -1))), "aten::mode")
+rows(
+    shift_arguments(Shift.SAME, Shift.SAME, Shift.DIMS)(_selecting_rule(reduction(2, 3, -1))),
+    "aten::kthvalue",
+)
+rows(
+    shift_arguments(Shift.SAME, Shift.DIM)(_selecting_rule(along_dim())),
+    "aten::cummax",
+    "aten::cummin",
+)
 rows(arg_extreme, "aten::argmax", "aten::argmin")
 rows(over_all_dims(_sum_all), "aten::sum")
 rows(over_all_dims(torch.mean), "aten::mean")

@@ -8,9 +8,9 @@ therefore checks the logical ranks. If they are wrong, the rule runs the operato
 which raises torch's error.
 
 If ranks are not enough (dtypes, sizes that must be equal, dims out of range), the rule is declared
-with :func:`checked`. The first call with certain shapes, dtypes and other arguments then runs the
-operator once on zeros in the shape of one example. Later calls like it cost a lookup. Calls with
-symbolic sizes are not checked in this way.
+with :func:`refuse_like_torch`. The first call with certain shapes, dtypes and other arguments then
+runs the operator once on zeros in the shape of one example. Later calls like it cost a lookup.
+Calls with symbolic sizes are not checked in this way.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _map_items(function: Callable[[Any, Any], Any], values: Sequence[Any], bdim:
     return [function(value, dim) for value, dim in zip(values, dims, strict=True)]
 
 
-def checked(rule: Rule) -> Rule:
+def refuse_like_torch(rule: Rule) -> Rule:
     """Return a rule that raises torch's error for calls that torch refuses for one example.
 
     See NOTE [calls that torch refuses]. The operator must not draw random numbers.

@@ -40,7 +40,7 @@ def _uniform(
     return u if (low, high) == (0.0, 1.0) else u * (high - low) + low
 
 
-def _normal(
+def _draw_normal(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
     _require(std >= 0.0, op, f"std >= 0.0, got std={std}")
@@ -55,7 +55,7 @@ def _log_normal(
     return (distributions.normal(draw, count, dtype) * std + mean).exp()
 
 
-def _exponential(
+def _draw_exponential(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, rate: float = 1.0
 ) -> Tensor:
     _require(rate > 0.0, op, f"lambda > 0.0, got lambda={rate}")
@@ -90,27 +90,28 @@ def _greatest(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-def _between(op: Any, draw: Philox, count: Any, low: int, high: int) -> Tensor:
+def _draw_between(op: Any, draw: Philox, count: Any, low: int, high: int) -> Tensor:
     _require(low < high, op, f"from < to, got from={low}, to={high}")
     return distributions.integers(draw, count, low, high - low)
 
 
 def _random(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
     low, high = (0, *bounds)[-2:] if bounds else (0, None)
-    return _between(op, draw, count, low or 0, _greatest(dtype) + 1 if high is None else high)
+    return _draw_between(op, draw, count, low or 0, _greatest(dtype) + 1 if high is None else high)
 
 
 def _randint(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
     low, high = (0, *bounds)[-2:]
-    return _between(op, draw, count, low, high)
+    return _draw_between(op, draw, count, low, high)
 
 
 # By the operator's name without overload and trailing underscore.
 _SAMPLERS: dict[str, Sampler] = {
     "rand": _uniform, "rand_like": _uniform, "uniform": _uniform,
-    "randn": _normal, "randn_like": _normal, "normal": _normal, "normal_functional": _normal,
+    "randn": _draw_normal, "randn_like": _draw_normal, "normal": _draw_normal,
+    "normal_functional": _draw_normal,
     "randint": _randint, "randint_like": _randint, "random": _random,
-    "log_normal": _log_normal, "exponential": _exponential, "cauchy": _cauchy,
+    "log_normal": _log_normal, "exponential": _draw_exponential, "cauchy": _cauchy,
     "geometric": _geometric, "bernoulli": _bernoulli,
 }  # fmt: skip
 
@@ -134,7 +135,7 @@ def sampled(
     if dtype.is_complex:
         # The variance of a complex normal number is 1, the sum over both parts.
         real = dtype.to_real()
-        if sampler is _normal:
+        if sampler is _draw_normal:
             params = (0.0, math.sqrt(0.5))
         parts = sampler(op, draw, 2 * count, real, *params).to(real)
         out = torch.view_as_complex(in_shape(parts, (count, 2)))

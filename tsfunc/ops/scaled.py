@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, with_defaults
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 
 _FLOAT8 = (
@@ -30,7 +30,7 @@ def _matrix(x: Tensor, bdim: int | None) -> Tensor:
     return x.reshape(x.shape[0], *[1] * (3 - x.dim()), *x.shape[1:])
 
 
-def _scaled(x: Tensor, bdim: int | None, scale: Tensor, scale_bdim: int | None) -> Tensor:
+def _scale(x: Tensor, bdim: int | None, scale: Tensor, scale_bdim: int | None) -> Tensor:
     return _matrix(x, bdim).float() * _matrix(scale, scale_bdim)
 
 
@@ -40,7 +40,7 @@ def _sum(out: Tensor, bias: Tensor | None, bdim: int | None, dtype: torch.dtype)
 
 
 @row("aten::_scaled_mm")
-@checked
+@refuse_like_torch
 def scaled_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return ``self @ mat2``, each multiplied by its scale.
 
@@ -55,11 +55,11 @@ def scaled_mm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     dtype = dtype or x.dtype
     if by_out is not None and dtype in _FLOAT8:
         return NotImplemented
-    return _sum(_scaled(x, p, by_x, s) @ _scaled(y, q, by_y, t), bias, b, dtype)
+    return _sum(_scale(x, p, by_x, s) @ _scale(y, q, by_y, t), bias, b, dtype)
 
 
 @row("aten::_scaled_mm_v2")
-@checked
+@refuse_like_torch
 def scaled_mm_v2(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Multiply scaled matrices whose scales are lists, of one scale per tensor or per row each.
 
@@ -72,5 +72,5 @@ def scaled_mm_v2(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
     if len(kinds) != 2 or not {*kinds} <= {_BY_TENSOR, _BY_ROW} or contracted:
         return NotImplemented
     s, t = (None if bdim is None else bdim[0] for bdim in (bdims[2], bdims[5]))
-    product = _scaled(x, bdims[0], by_x[0], s) @ _scaled(y, bdims[1], by_y[0], t)
+    product = _scale(x, bdims[0], by_x[0], s) @ _scale(y, bdims[1], by_y[0], t)
     return _sum(product, bias, bdims[8], dtype or x.dtype)

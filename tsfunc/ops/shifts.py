@@ -31,7 +31,7 @@ class Shift(enum.IntEnum):
     INDEX = 8  # all arguments of a Python call ``x[index]`` or ``x[index] = value``
 
 
-def shifted(*changes: Shift) -> Callable[[R], R]:
+def shift_arguments(*changes: Shift) -> Callable[[R], R]:
     """Decorate a rule that changes its arguments so, if the batch dim is first.
 
     Args:

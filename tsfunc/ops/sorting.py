@@ -22,9 +22,9 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.keywords import keyword_bdim, takes_keywords
-from tsfunc.ops.refusal import checked, raise_as_one_example, require
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 from tsfunc.ops.splitting import check_equal_rows
 from tsfunc.user_code import user_location
 
@@ -42,7 +42,7 @@ def _without_dim(out: Any) -> Any:
 
 
 @row("aten::sort", "aten::argsort")
-@shifted(Shift.SAME, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.DIM)
 def sort(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Sort along a logical dim."""
     x, *rest = args
@@ -60,7 +60,7 @@ def sort_stable(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 
 
 @row("aten::topk")
-@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.SAME, Shift.DIM)
 def topk(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
@@ -111,7 +111,7 @@ def searchsorted_number(
 
 
 @row("aten::bucketize.Tensor")
-@checked
+@refuse_like_torch
 def bucketize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call searchsorted with the arguments in reverse order."""
     if bdims[1] is None:
@@ -120,7 +120,7 @@ def bucketize(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
 
 
 @row("aten::bucketize.Scalar")
-@checked
+@refuse_like_torch
 def bucketize_number(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -129,7 +129,7 @@ def bucketize_number(
 
 
 @row("aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::isin.Scalar_Tensor")
-@checked
+@refuse_like_torch
 def isin(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Look up all elements in shared values at once, or compare each with its example's values."""
     elements, values = args

@@ -31,7 +31,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.dynamic import refuse_dynamic_size
-from tsfunc.ops.refusal import checked
+from tsfunc.ops.refusal import refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
 from tsfunc.ops.splitting import check_equal_rows
@@ -54,10 +54,10 @@ def product_with_sparse(
         return NotImplemented
     if is_sparse(x):
         return _times(x, p, y, q, times)
-    (y, q), vector = _transposed(y, q), ranks[0] == 1
+    (y, q), vector = _transpose(y, q), ranks[0] == 1
     if vector:
         return _times(y, q, x, p)
-    out, bdim = _times(y, q, *_transposed(x, p))
+    out, bdim = _times(y, q, *_transpose(x, p))
     return batch_to_front(out, bdim).transpose(1, 2), 0
 
 
@@ -98,7 +98,7 @@ def sparse_product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
     return product_with_sparse(x, p, y, q)
 
 
-def _transposed(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
+def _transpose(x: Tensor, bdim: int | None) -> tuple[Tensor, int | None]:
     return (
         (x.transpose(0, 1), None) if bdim is None else (batch_to_front(x, bdim).transpose(1, 2), 0)
     )
@@ -195,7 +195,7 @@ def linear(op: Any, bdims: BatchDims, args: Args) -> Any:
         rows_of_all = batch_to_front(x, bdim)
         out, bdim = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
     else:
-        turned, p = (x, bdim) if logical_rank(x, bdim) == 1 else _transposed(x, bdim)
+        turned, p = (x, bdim) if logical_rank(x, bdim) == 1 else _transpose(x, bdim)
         multiplied = product_with_sparse(weight, q, turned, p)
         if multiplied is NotImplemented:
             return NotImplemented
@@ -290,7 +290,7 @@ def _convert_indices(chosen: Tensor, stored: int, sign: int) -> Tensor:
 
 
 @row("aten::_to_sparse.sparse_dim")
-@checked
+@refuse_like_torch
 def to_sparse_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim becomes an additional sparse dim."""
     return op(batch_to_front(args[0], bdims[0]), args[1] + 1), 0
@@ -323,7 +323,7 @@ def to_compressed(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
 
 def _rows_compressed(op: Any, level: RuleLevel, x: Tensor) -> Tensor:
     """Convert a batch of COO matrices to a batch of CSR matrices."""
-    positions, stored = _stored(op, level, x.coalesce())
+    positions, stored = _stored_entries(op, level, x.coalesce())
     begins = torch.arange(x.shape[1] + 1, device=x.device).expand(level.batch_size, -1)
     compressed = torch.searchsorted(positions[..., 0].contiguous(), begins.contiguous())
     return of_members(
@@ -429,7 +429,7 @@ def sparse_mask_projection(
 @row("aten::indices", "aten::_indices")
 def indices(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Return the indices within each example."""
-    return _stored(op, level, batch_to_front(args[0], bdims[0]))[0].movedim(2, 1), 0
+    return _stored_entries(op, level, batch_to_front(args[0], bdims[0]))[0].movedim(2, 1), 0
 
 
 @row("aten::values", "aten::_values")
@@ -437,10 +437,10 @@ def values(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
     """Return the stored elements of each example."""
     if is_compressed(args[0]):
         return op(args[0]), bdims[0]
-    return _stored(op, level, batch_to_front(args[0], bdims[0]))[1], 0
+    return _stored_entries(op, level, batch_to_front(args[0], bdims[0]))[1], 0
 
 
-def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
+def _stored_entries(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices (example, element, dim) and values (example, element, ...) of a COO batch.
 
     All examples must store the same number of elements.

@@ -49,7 +49,7 @@ def sparse_elementwise(
         dense = [_dense(x) if p is None else x, _dense(y) if q is None else y]
         aligned, bdim = align(dense, bdims)
         sizes = torch.broadcast_shapes(*[part.shape for part in aligned])
-        return op(*[_expanded(part, sizes) for part in aligned], **kwargs), bdim
+        return op(*[_expand(part, sizes) for part in aligned], **kwargs), bdim
     if name in _PRODUCTS and is_sparse(x) and is_sparse(y):
         return _combine_sparse(op, level, bdims, args, kwargs)
     if name in _PRODUCTS and is_sparse(y):
@@ -73,7 +73,7 @@ def _dense(x: Tensor) -> Tensor:
     return x.to_dense() if is_compressed(x) or x.is_sparse else x
 
 
-def _expanded(x: Tensor, sizes: Sequence[Any]) -> Tensor:
+def _expand(x: Tensor, sizes: Sequence[Any]) -> Tensor:
     if is_compressed(x):
         return x.to_dense()
     return x if x.is_sparse else x.expand(sizes)

@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
     physical_dims,
     with_defaults,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example, require
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch, require
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel, row, rows
 
 
@@ -131,7 +131,7 @@ def _with_windows(x: Tensor, window: Tensor, rest: Sequence[Any]) -> Tensor:
 
 
 @row("aten::istft")
-@checked
+@refuse_like_torch
 def istft(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The examples of a shared window are more channels; torch checks the window's values."""
     x, *rest = args

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batches_first, logical_rank, promote_scalars, refuse_inplace
-from tsfunc.ops.refusal import checked, raise_as_one_example
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, aten_names, row, rows
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
@@ -32,7 +32,7 @@ def is_aligned(args: Sequence[Any], bdims: BatchDims) -> bool:
     return True
 
 
-@shifted(Shift.SAME)
+@shift_arguments(Shift.SAME)
 def pointwise(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
@@ -87,7 +87,7 @@ def pointwise_inplace(
 
 
 @row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
-@shifted(Shift.SAME)
+@shift_arguments(Shift.SAME)
 def clamp(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Batch all three arguments if both bounds are tensors.
 
@@ -108,7 +108,7 @@ def pointwise_pair(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 
 
 @row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
-@shifted(Shift.SAME)
+@shift_arguments(Shift.SAME)
 def where(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The condition does not affect type promotion."""
     if is_aligned(args, bdims):
@@ -309,6 +309,6 @@ _POLYNOMIALS = [
 _plain, _inplace = _with_inplace(_BOTH)
 rows(pointwise, *_plain, *aten_names(_PLAIN), *_POLYNOMIALS)
 rows(pointwise, *aten_names(_BACKWARD))
-rows(checked(pointwise), *aten_names(_OF_ONE_DTYPE))
-rows(checked(pointwise_inplace), *aten_names(_OF_ONE_DTYPE_INPLACE))
+rows(refuse_like_torch(pointwise), *aten_names(_OF_ONE_DTYPE))
+rows(refuse_like_torch(pointwise_inplace), *aten_names(_OF_ONE_DTYPE_INPLACE))
 rows(pointwise_inplace, *_inplace, *aten_names(_INPLACE))

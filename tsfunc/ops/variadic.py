@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
     wrap_dim,
 )
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 
 
 def align_batch_dims(
@@ -38,7 +38,7 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @row("aten::cat", "aten::concat", "aten::concatenate")
-@shifted(Shift.FEW, Shift.DIM)
+@shift_arguments(Shift.FEW, Shift.DIM)
 def cat(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Concatenate along one logical dim."""
     tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)
@@ -61,7 +61,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], bdim: int, dim: int) -> Tensor
 
 
 @row("aten::stack", "aten::_stack")
-@shifted(Shift.FEW, Shift.NEW_DIM)
+@shift_arguments(Shift.FEW, Shift.NEW_DIM)
 def stack(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A new dim at the position of the batch dim is inserted after the batch dim."""
     tensors, bdim = align_batch_dims(args[0], bdims[0], level.batch_size)

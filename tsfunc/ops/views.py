@@ -24,9 +24,9 @@ from tsfunc.ops.dims import (
     with_defaults,
     wrap_dim,
 )
-from tsfunc.ops.refusal import checked, raise_as_one_example
+from tsfunc.ops.refusal import raise_as_one_example, refuse_like_torch
 from tsfunc.ops.registry import Args, BatchDims, Family, Kwargs, Rule, RuleLevel, aten_names
-from tsfunc.ops.shifts import Shift, shifted
+from tsfunc.ops.shifts import Shift, shift_arguments
 
 VIEWS: Final = Family()
 """Operators whose result shows memory of their argument, and those that copy it instead."""
@@ -67,7 +67,7 @@ def _batched_sizes(bdims: BatchDims, args: Args) -> list[Any] | None:
 
 
 @VIEWS.row("aten::reshape", "aten::view_copy")
-@shifted(Shift.SAME, Shift.SIZES)
+@shift_arguments(Shift.SAME, Shift.SIZES)
 def reshape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Reshape with the batch dim first."""
     sizes = _batched_sizes(bdims, args)
@@ -77,7 +77,7 @@ def reshape(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
 
 
 @VIEWS.row("aten::view")
-@shifted(Shift.SAME, Shift.SIZES)
+@shift_arguments(Shift.SAME, Shift.SIZES)
 def view(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """With the batch dim first, a physical view exists if a view of each example exists.
 
@@ -106,7 +106,7 @@ def reshape_alias(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwarg
 
 
 @VIEWS.row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
-@shifted(Shift.SAME, Shift.ALL_SIZES)
+@shift_arguments(Shift.SAME, Shift.ALL_SIZES)
 def expand(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
     x, bdim = args[0], bdims[0]
@@ -123,7 +123,7 @@ def expand(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwar
 
 
 @VIEWS.row("aten::permute", "aten::permute_copy")
-@shifted(Shift.SAME, Shift.ORDER)
+@shift_arguments(Shift.SAME, Shift.ORDER)
 def permute(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim keeps its position."""
     x, bdim = args[0], bdims[0]
@@ -141,7 +141,7 @@ def permute(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
     "aten::swapaxes_",
     "aten::swapdims_",
 )
-@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.DIM, Shift.DIM)
 def transpose(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Exchange two logical dims; the batch dim keeps its position."""
     x, first, second = args
@@ -173,7 +173,7 @@ def squeeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
 
 
 @VIEWS.row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
-@shifted(Shift.SAME, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.DIM)
 def squeeze_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim moves only if the removed dim lies before it."""
     x, bdim = args[0], bdims[0]
@@ -186,7 +186,7 @@ def squeeze_dim(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
 
 
 @VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
-@shifted(Shift.SAME, Shift.DIMS)
+@shift_arguments(Shift.SAME, Shift.DIMS)
 def squeeze_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove several dims of size 1 from each example."""
     x, bdim = args[0], bdims[0]
@@ -199,7 +199,7 @@ def squeeze_dims(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
 
 
 @VIEWS.row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
-@shifted(Shift.SAME, Shift.NEW_DIM)
+@shift_arguments(Shift.SAME, Shift.NEW_DIM)
 def unsqueeze(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """A new dim at the position of the batch dim is inserted after it.
 
@@ -218,7 +218,7 @@ def view_along_dim(position: int, removed: bool = False) -> Rule:
         removed: True if the result lacks the dim.
     """
 
-    @shifted(*[Shift.SAME] * position, Shift.DIM)
+    @shift_arguments(*[Shift.SAME] * position, Shift.DIM)
     def rule(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
         x, bdim = args[0], bdims[0]
         if x.dim() == 1:
@@ -246,7 +246,7 @@ VIEWS.rows(
 
 
 @VIEWS.row("aten::diagonal", "aten::diagonal_copy")
-@shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
 def diagonal(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Remove two dims and append the diagonal as the last dim."""
     x, bdim = args[0], bdims[0]
@@ -307,7 +307,7 @@ def as_strided(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
 
 
 @VIEWS.row("aten::as_strided_scatter")
-@checked
+@refuse_like_torch
 def as_strided_scatter(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -355,7 +355,7 @@ def view_as_real(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs
 
 
 @VIEWS.row("aten::unflatten.int")
-@shifted(Shift.SAME, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.DIM)
 def unflatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """The batch dim moves if the new dims lie before it."""
     x, bdim = args[0], bdims[0]
@@ -367,7 +367,7 @@ def unflatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
 
 
 @VIEWS.row("aten::flatten.using_ints")
-@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
+@shift_arguments(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Flatten logical dims only. A scalar becomes a vector."""
     x = batch_to_front(args[0], bdims[0])

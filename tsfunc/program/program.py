@@ -196,9 +196,9 @@ class Program(ProgramData):
             >>> f.program.to_exported_program().module()(torch.zeros(7, 3)).shape
             torch.Size([7, 3])
         """
-        from tsfunc.program.graphs.exporting import exported
+        from tsfunc.program.graphs.exporting import export_program
 
-        return exported(self)
+        return export_program(self)
 
     def verify(self) -> None:
         """Check that the program is well formed.
@@ -252,9 +252,9 @@ class Program(ProgramData):
 
     def __reduce__(self) -> Any:
         """Pickle the program as its file."""
-        from tsfunc.program.files.saved_functions import pickled, program_to_save
+        from tsfunc.program.files.saved_functions import pickle_function, program_to_save
 
-        return Program._unpickled, pickled(program_to_save(self))
+        return Program._unpickled, pickle_function(program_to_save(self))
 
     @classmethod
     def _unpickled(cls, data: bytes, classes: Mapping[str, type]) -> Program:

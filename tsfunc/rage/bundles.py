@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tsfunc._text import count_text
-from tsfunc.rage.event_recorder import SUFFIX, Event, events, folder_of_files, heading
+from tsfunc.rage.event_recorder import SUFFIX, Event, describe_run, events, folder_of_files
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def bundle(run: Run | None = None) -> str:
         >>> print(rage.bundle()[:14])
         # tsfunc: rage
     """
-    run = run or Run(heading(), events())
+    run = run or Run(describe_run(), events())
     about = "\n".join(f"- {name}: {value}" for name, value in run.about.items())
     return "\n\n".join(["# tsfunc: rage", about, *map(_in_words, run.events)]) + "\n"
 

@@ -29,7 +29,7 @@ _BARE = re.compile(rf"[\\/](?<![\w.)\]\\/].)[\\/]*(?:[^{_END}\\/]+[\\/]+)*(?P<na
 _VALUES = re.compile(r"(?P<kind>tensor|Parameter|array)\((?:[^()]|\([^()]*\))*\)")
 
 
-def scrubbed(text: str) -> str:
+def scrub(text: str) -> str:
     """Return a text for the record: paths without folders, tensors without values."""
     if len(text) > LONGEST:
         text = text[: LONGEST // 2] + _CUT + text[-LONGEST // 2 :]
@@ -110,7 +110,9 @@ class EventRecorder:
             self.events.append(event)
             if not self._gone_wrong:
                 try:
-                    self._write(event.line() if last is None else _again(last) + event.line())
+                    self._write(
+                        event.line() if last is None else _line_of_repetitions(last) + event.line()
+                    )
                 except (OSError, ImportError):  # a full disk must not make a call fail
                     self._gone_wrong = True
 
@@ -121,7 +123,7 @@ class EventRecorder:
                 self._gone_wrong = True
                 return
             self._file = _new_file(folder)
-            lines = _heading() + lines
+            lines = _run_heading() + lines
         size = len(lines.encode())
         if self._written + size <= BYTES:
             with self._file.open("a", encoding="utf-8") as file:
@@ -140,7 +142,7 @@ class EventRecorder:
             if size > BYTES // 2:
                 break
             lines.append(line)
-        text = _heading() + "".join(reversed(lines))
+        text = _run_heading() + "".join(reversed(lines))
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".")
         with open(handle, "w", encoding="utf-8") as new:
             new.write(text)
@@ -148,7 +150,7 @@ class EventRecorder:
         self._written = len(text.encode())
 
 
-def _again(event: Event) -> str:
+def _line_of_repetitions(event: Event) -> str:
     """Return the line of an event with its final count, if the event was repeated."""
     return event.line() if event.times > 1 else ""
 
@@ -156,7 +158,7 @@ def _again(event: Event) -> str:
 def _plain(value: Any) -> str | int | float:
     if isinstance(value, bool | int | float):
         return value
-    return scrubbed(str(value))
+    return scrub(str(value))
 
 
 def folder_of_files() -> Path | None:
@@ -184,7 +186,7 @@ def _new_file(folder: Path) -> Path:
     return file
 
 
-def heading() -> dict[str, str | int]:
+def describe_run() -> dict[str, str | int]:
     """Return the versions, the platform and the command of this run."""
     torch, tsfunc = sys.modules.get("torch"), sys.modules.get("tsfunc")
     return {
@@ -199,8 +201,8 @@ def heading() -> dict[str, str | int]:
     }
 
 
-def _heading() -> str:
-    return json.dumps(heading()) + "\n"
+def _run_heading() -> str:
+    return json.dumps(describe_run()) + "\n"
 
 
 _recorder = EventRecorder()

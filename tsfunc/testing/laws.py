@@ -14,7 +14,7 @@ from tsfunc.testing.precision import (
     in_float64,
     is_narrow,
     largest,
-    relative,
+    relative_tolerance,
     rounded_otherwise,
     uncertainty,
     wide,
@@ -141,10 +141,10 @@ def check_grads(
         raise ValueError(f"check_grads: expected tensors, got {args!r}.")
     if not is_narrow(args):
         _check_differences(
-            func, args, _like(args), _difference_steps(eps, 1e-5), rtol or 1e-4, atol or 1e-5
+            func, args, _zeros_like(args), _difference_steps(eps, 1e-5), rtol or 1e-4, atol or 1e-5
         )
         return
-    directions = _like(args)
+    directions = _zeros_like(args)
     widely, wide_args, wide_directions = in_float64(func), wide(args), wide(directions)
     try:
         widely(*wide_args)
@@ -169,9 +169,9 @@ def check_grads(
     want = jvp(widely, wide_args, wide_directions)[1]
     moved = jvp(widely, rounded_otherwise(wide_args, epsilon(args)), wide_directions)[1]
     unsure = uncertainty(moved, want, epsilon(args))
-    close = rtol or relative(args)
+    close = rtol or relative_tolerance(args)
     same("jvp(f) and jvp(f) in float64", wide(tangents_out), want, close, atol or unsure)
-    cotangents = _like(out)
+    cotangents = _zeros_like(out)
     cts_in = vjp(func, *args)[1](cotangents)
     size = largest(cotangents) * sum(leaf.numel() for leaf in pytrees.leaves_of(out))
     same(
@@ -183,7 +183,7 @@ def check_grads(
     )
 
 
-def _like(tree: Any) -> Any:
+def _zeros_like(tree: Any) -> Any:
     return pytrees.tree_map(torch.randn_like, tree)
 
 
@@ -214,7 +214,7 @@ def _check_differences(
         rtol,
         atol,
     )
-    cotangents = _like(out)
+    cotangents = _zeros_like(out)
     cts_in = vjp(func, *args)[1](cotangents)
     same(
         f"<cotangent, jvp(direction)> and <vjp(cotangent), direction>{where}",
@@ -310,10 +310,12 @@ def check_compose(
         widely(*wide(examples[0]))
     except Exception:  # as in check_grads
         scale = 1 + largest(func(*examples[0]))
-        _check_pairs(func, args, rtol or relative(args), atol or relative(args) * scale)
+        _check_pairs(
+            func, args, rtol or relative_tolerance(args), atol or relative_tolerance(args) * scale
+        )
         return
     _check_pairs(widely, wide_args, rtol or 1e-4, atol or 1e-6)
-    _check_pairs(func, args, rtol or relative(args), atol, widely)
+    _check_pairs(func, args, rtol or relative_tolerance(args), atol, widely)
 
 
 def _check_pairs(
@@ -333,11 +335,9 @@ def _check_pairs(
     exact: list[Any] = [None] * len(_transform_pairs(func))
     if widely is not None:
         wide_examples = [wide(one) for one in examples]
-        exact = [
-            _looped(one_by_one, wide_examples) for _, _, one_by_one in _transform_pairs(widely)
-        ]
+        exact = [_loop(one_by_one, wide_examples) for _, _, one_by_one in _transform_pairs(widely)]
     for (what, transformed, one_by_one), true in zip(_transform_pairs(func), exact, strict=True):
-        want = _looped(one_by_one, examples)
+        want = _loop(one_by_one, examples)
         close = atol
         if close is None:
             close = uncertainty(wide(want), true, epsilon(args))
@@ -349,7 +349,7 @@ def _check_pairs(
         same(f"vmap({what}) and the stacked loop", twice, both, rtol, close)
 
 
-def _looped(one_by_one: Callable[..., Any], examples: Sequence[tuple[Any, ...]]) -> Any:
+def _loop(one_by_one: Callable[..., Any], examples: Sequence[tuple[Any, ...]]) -> Any:
     outs = [pytrees.flatten(one_by_one(*one)) for one in examples]
     columns = zip(*(leaves for leaves, _ in outs), strict=True)
     return pytrees.unflatten(outs[0][1], [_stack(column) for column in columns])

@@ -73,7 +73,7 @@ def epsilon(tree: Any) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes if dtype in _WIDE)
 
 
-def relative(tree: Any) -> float:
+def relative_tolerance(tree: Any) -> float:
     """Return a relative tolerance for results at the tensors of a tree."""
     return min(0.1, 1e4 * epsilon(tree))
 

@@ -79,7 +79,7 @@ def _check_rule(
     atol: float,
 ) -> None:
     originals, tree = pytrees.flatten(args)
-    leaves = [_double(leaf) for leaf in originals]
+    leaves = [_to_double(leaf) for leaf in originals]
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     wrt = [i for i in positions if is_differentiable(leaves[i])]
 
@@ -142,16 +142,18 @@ def _check_types(
     result = func(*primals)
     where = f"for arguments of {', '.join(types(primals))}: the types of "
     values, pullback = vjp(func, *primals)
-    _equal(f"{where}the value under reverse mode and of the function", values, result, types)
+    _check_equal(f"{where}the value under reverse mode and of the function", values, result, types)
     cts_in = pullback(tuple(torch.ones_like(x) for x in values))
-    _equal(f"{where}the cotangents and of the arguments", cts_in, primals, types)
+    _check_equal(f"{where}the cotangents and of the arguments", cts_in, primals, types)
     duals = _forward(func, primals, [torch.ones_like(x) for x in primals])
     if duals is not None:
-        _equal(f"{where}the value under forward mode and of the function", duals[0], result, types)
-        _equal(f"{where}the tangents and of the results", duals[1], result, types)
+        _check_equal(
+            f"{where}the value under forward mode and of the function", duals[0], result, types
+        )
+        _check_equal(f"{where}the tangents and of the results", duals[1], result, types)
 
 
-def _equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
+def _check_equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
     if types(got) != types(want):
         raise AssertionError(
             f"{what} differ: expected {', '.join(types(want))}; got {', '.join(types(got))}."
@@ -279,7 +281,7 @@ def _check_batch(
     same(what, got, pytrees.unflatten(outs[0][1], want), rtol, atol)
 
 
-def _double(leaf: Any) -> Any:
+def _to_double(leaf: Any) -> Any:
     if is_differentiable(leaf):
         return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
     return leaf

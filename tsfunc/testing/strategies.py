@@ -213,7 +213,7 @@ def operator_calls(
     operators.
     """
     name = draw(st.sampled_from(_operators_of_category(category)))
-    setting, ranks = _taken(name)
+    setting, ranks = _accepted_setting(name)
     assume(setting is not None)
     assert setting is not None
     chosen = draw(st.sampled_from(ranks))
@@ -263,7 +263,7 @@ def _is_plain(signature: Any) -> bool:
 
 
 @cache
-def _taken(name: str) -> tuple[TrialParameters | None, list[dict[str, int]]]:
+def _accepted_setting(name: str) -> tuple[TrialParameters | None, list[dict[str, int]]]:
     """Return a setting that an operator accepts, and the ranks in it; tried on the meta device."""
     trial = Trial(_signature(name), "meta")
     for setting in trial_settings(trial.signature):

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call_control_flow
-from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
+from tsfunc.bridge.control.traced_bodies import TracedBody, operands_of, union_of_frames
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
+from tsfunc.bridge.tracers.draw_keys import count_draws, set_draw_counts
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import in_torch_func
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.control_recording import filled
+from tsfunc.transforms.control.control_recording import fill_tensors
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.transformed import Transformed, named_as
 from tsfunc.user_code import folding
@@ -127,7 +127,7 @@ def checkpoint(
     growth of temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et
     al., "Training deep nets with sublinear memory cost" (2016).
     """
-    keeps = _checked(policy)
+    keeps = _as_policy(policy)
     if func is None:
         return functools.partial(checkpoint, policy=policy, preserve_rng_state=preserve_rng_state)
     target = func
@@ -149,7 +149,7 @@ def checkpoint(
     return checkpointed
 
 
-def _checked(policy: Policy | Sequence[Any] | None) -> Policy:
+def _as_policy(policy: Policy | Sequence[Any] | None) -> Policy:
     """Return a policy as a function."""
     if policy is None:
         return nothing_saveable
@@ -244,14 +244,16 @@ def _record(
         seen_args, seen_kwargs = pytrees.tree_map(as_seen_by_current_level, (args, kwargs))
         return func(*seen_args, **seen_kwargs)
 
-    traced = TracedBody(trace, counted(of_seen), ())
+    traced = TracedBody(trace, count_draws(of_seen), ())
     wanted = [
-        common([needed]) if isinstance(leaf, torch.Tensor) else None
+        union_of_frames([needed]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needed in zip(traced.leaves, traced.batched(), strict=True)
     ]
     results = [result for result in traced.end(wanted) if result is not None]
     tensors, numbers, (positions,) = operands_of([traced], 0)
     op = CheckpointCall(Body("checkpointed", traced.level.graph, positions), policy, preserve)
-    out, counts_after = filled(traced, call_control_flow(op, trace, tensors, numbers, results))
+    out, counts_after = fill_tensors(
+        traced, call_control_flow(op, trace, tensors, numbers, results)
+    )
     set_draw_counts(counts_after)
     return out

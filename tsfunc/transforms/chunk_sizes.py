@@ -151,16 +151,17 @@ class MeasuredSize:
         self._warned = True
         model = self.model
         warn(
-            f"vmap({self.name}, chunk_size='auto'): the memory budget of {_readable(self.budget)} "
-            f"is too small: one example at a time takes {_readable(model.peak(1))} at its peak, "
-            f"and the {self.total} examples leave {_readable(self.total * model.held)} in use "
+            f"vmap({self.name}, chunk_size='auto'): the memory budget of "
+            f"{_bytes_text(self.budget)} is too small: one example at a time takes "
+            f"{_bytes_text(model.peak(1))} at its peak, "
+            f"and the {self.total} examples leave {_bytes_text(self.total * model.held)} in use "
             f"together (results, and values saved for a backward pass). They are run one at a "
             f"time. Give a larger memory_budget=, or a smaller batch.",
             MemoryBudgetWarning,
         )
 
 
-def _readable(size: float) -> str:
+def _bytes_text(size: float) -> str:
     """Return a number of bytes as text with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -241,10 +242,10 @@ def _free_in_groups(proc: Path, root: Path) -> Iterator[int]:
             except OSError:
                 continue
             if most != "max":
-                yield int(most) - in_use + _reclaimable(folder)
+                yield int(most) - in_use + _reclaimable_bytes(folder)
 
 
-def _reclaimable(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Return the bytes of cached files that count as used and are freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()

@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import detached
+from tsfunc.bridge.grad.autograd import detach_at_level
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.lifted_tensors import Lifting
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, node_of_output
@@ -92,7 +92,7 @@ def _as_used(tensor: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
     A tensor with its graph would make results require gradients that they do not have.
     """
     if all(user.meta.get("no_grad", False) for user in node.users):
-        return detached(tensor)
+        return detach_at_level(tensor)
     return tensor
 
 

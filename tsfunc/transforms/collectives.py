@@ -320,11 +320,11 @@ def ppermute(
                 f"ppermute: perm: expected each {side} to be an example's number (0 to "
                 f"{size - 1}), at most once, got {list(perm)}."
             )
-    permuted = functools.partial(_permuted, levels, perm)
+    permuted = functools.partial(_permute, levels, perm)
     return _each("ppermute", x, permuted, _of_number(permuted))
 
 
-def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: torch.Tensor) -> Any:
+def _permute(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: torch.Tensor) -> Any:
     """Return the permuted values; over several axes, by gathering the values of all examples."""
     if len(levels) == 1:
         return physical.permute(levels[0], leaf, perm)

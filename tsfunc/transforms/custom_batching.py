@@ -3,8 +3,9 @@
 NOTE [functions of whole batches]
 A ``custom_vmap`` rule takes and returns physical values with the batch dim first. At the levels
 outside of the vmap the rule is an ordinary function. If the vmap's own level differentiates by an
-argument, the call is an ``autograd.Function`` of that level. Its backward calls another function
-of whole batches, the pullback of the rule, and can therefore be differentiated again.
+argument, the call is an ``autograd.Function`` of that level. The backward of the Function calls
+another function of whole batches, the pullback of the rule, and can therefore be differentiated
+again.
 """
 
 from __future__ import annotations
@@ -244,12 +245,12 @@ class _RecordedBatchCall(Function):
                 outs, batched = plan.whole(with_replaced(inputs, wrt, chosen), is_batched)
                 results = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
-                return tuple(_expanded(*results[j], plan.level.batch_size) for j in of)
+                return tuple(_expand(*results[j], plan.level.batch_size) for j in of)
 
             _, pullback = vjp(run, *(inputs[i] for i in wrt))
             size = plan.level.batch_size
             pairs = zip(cotangents_of_batch, flags[len(tensors) :], strict=True)
-            cts_in = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
+            cts_in = pullback(tuple(_expand(ct, flag, size) for ct, flag in pairs))
             return cts_in, [True] * len(wrt)
 
         results = call_whole_batch(
@@ -281,7 +282,7 @@ class _RecordedBatchCall(Function):
 
             primals = tuple(inputs[i] for i in wrt)
             directions = tuple(
-                _expanded(t, flag, plan.level.batch_size)
+                _expand(t, flag, plan.level.batch_size)
                 for t, flag in zip(tangents_of_batch, flags[len(tensors) :], strict=True)
             )
             return jvp(run, primals, directions)[1], batched
@@ -298,11 +299,11 @@ def _batched_at(
 ) -> tuple[list[Any], list[bool]]:
     """Return the values with those at ``wrt`` expanded to batched ones, and the new flags."""
     batch = [
-        _expanded(value, flag, size) if i in wrt else value
+        _expand(value, flag, size) if i in wrt else value
         for i, (value, flag) in enumerate(zip(values, flags, strict=False))
     ]
     return batch, [flag or i in wrt for i, flag in enumerate(flags[: len(values)])]
 
 
-def _expanded(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:
+def _expand(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:
     return value if batched else value.unsqueeze(0).expand(size, *value.shape)

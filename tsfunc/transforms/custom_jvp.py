@@ -103,7 +103,7 @@ class custom_jvp(Rule[Result]):
                 if one is not None
             ]
             zeros = pytrees.tree_map(zero_from_primal, ans)
-            return ans, functools.reduce(_added, parts, zeros)
+            return ans, functools.reduce(_add, parts, zeros)
 
         self.rule, self.symbolic_zeros = rule, False
 
@@ -168,7 +168,7 @@ class custom_jvp(Rule[Result]):
         return checked
 
 
-def _added(left: Any, right: Any) -> Any:
+def _add(left: Any, right: Any) -> Any:
     leaves, tree = pytrees.flatten(left)
     sums = [a + b for a, b in zip(leaves, pytrees.leaves_of(right), strict=True)]
     return pytrees.unflatten(tree, sums)
@@ -185,7 +185,7 @@ class _Transposed(threading.local):
 _transposed = resets(_Transposed())
 
 
-def _transposing(tangents: tuple[torch.Tensor, ...], since: int) -> AbstractContextManager[None]:
+def _as_transpose(tangents: tuple[torch.Tensor, ...], since: int) -> AbstractContextManager[None]:
     outer = _transposed.tangents
     since = _transposed.since if outer else since
     return overriding(_transposed, tangents=(*outer, *tangents), since=since)
@@ -225,7 +225,7 @@ class _Jvp(RuleFunction):
             tangents_in: list[Any] = [None] * call.count
             for i, tangent in zip(by, tangents, strict=True):
                 tangents_in[i] = tangent
-            with _transposing(tangents, since):
+            with _as_transpose(tangents, since):
                 tangents_out = call.rule.pushforward(call, sizes, operands, tangents_in)
             return tuple(
                 call.results[i].zero() if tangents_out[i] is None else tangents_out[i] for i in of

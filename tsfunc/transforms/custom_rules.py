@@ -30,7 +30,7 @@ from tsfunc.bridge.grad.autograd import (
     outside_graph,
 )
 from tsfunc.bridge.grad.custom_function import trace_of
-from tsfunc.bridge.grad.mapped_function import unaliased
+from tsfunc.bridge.grad.mapped_function import detach_alias
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.tracers.boundaries import check_function
 from tsfunc.bridge.tracers.interrupts import resets
@@ -63,7 +63,7 @@ class ResultMetadata:
 
 
 @contextmanager
-def _both(
+def _enter_both(
     outer: AbstractContextManager[None], inner: AbstractContextManager[None]
 ) -> Iterator[None]:
     with outer, inner:
@@ -139,7 +139,7 @@ class RuleCall:
         """
         first = len(self.positions)
         seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
-        return _both(self.axes.bound(), seen) if self.axes.levels else seen
+        return _enter_both(self.axes.bound(), seen) if self.axes.levels else seen
 
     def call_detached(
         self, func: Callable[[Any, Any], Any], sizes: Sequence[Any], operands: Sequence[Any]
@@ -167,7 +167,7 @@ class RuleCall:
         self.out_places = tuple(
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
         )
-        tensors = tuple(unaliased(leaves[i], operands) for i in self.out_places)
+        tensors = tuple(detach_alias(leaves[i], operands) for i in self.out_places)
         self.results = tuple(ResultMetadata(x.shape, x.dtype, x.device) for x in tensors)
         self.out_leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         return tensors
@@ -186,13 +186,13 @@ class RuleCall:
         return name + "".join(f"[{key!r}]" for key in path)
 
     def raise_undefined(self) -> None:
-        raise UndefinedDerivativeError(_undefined(self))
+        raise UndefinedDerivativeError(_undefined_message(self))
 
 
 pytrees.add_leaf(RuleCall)  # not a container of its tensors
 
 
-def _undefined(call: RuleCall) -> str:
+def _undefined_message(call: RuleCall) -> str:
     rule = call.rule
     return (
         f"{rule.label}: the result of {rule.name} depends on a tensor that it is differentiated by "

@@ -107,7 +107,7 @@ class custom_vjp(Rule[Result]):
     def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
         if self.symbolic_zeros:
-            fixed, rest = pytrees.tree_map(_unperturbed, fixed), _with_flags(call, rest)
+            fixed, rest = pytrees.tree_map(_without_perturbation, fixed), _with_flags(call, rest)
         returned = self.fwd(*self.whole(fixed, rest))
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise CustomRuleError(
@@ -131,20 +131,20 @@ class custom_vjp(Rule[Result]):
         return returned
 
 
-def _unperturbed(leaf: Any) -> Any:
+def _without_perturbation(leaf: Any) -> Any:
     is_supported = isinstance(leaf, torch.Tensor | bool | int | float | complex)
     return CustomVJPPrimal(leaf, False) if is_supported else leaf
 
 
 def _with_flags(call: RuleCall, rest: Any) -> Any:
     """Return the arguments of a ``fwd`` rule with symbolic zeros: values with perturbed flags."""
-    leaves = [_unperturbed(leaf) for leaf in pytrees.leaves_of(rest)]
+    leaves = [_without_perturbation(leaf) for leaf in pytrees.leaves_of(rest)]
     for position, flag in zip(call.positions[: call.count], call.perturbed, strict=False):
         leaves[position] = CustomVJPPrimal(leaves[position].value, flag)
     return pytrees.unflatten(call.tree[0], leaves)
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     """Return a residual without the graph of closed-over tensors, in the form that is saved."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
@@ -156,7 +156,7 @@ class _Vjp(RuleFunction):
 
         def forward(fixed: Any, rest: Any) -> Any:
             out, residuals = rule.forward(call, fixed, rest)
-            residual_trees.append(pytrees.tree_map(_detached, residuals))
+            residual_trees.append(pytrees.tree_map(_detach, residuals))
             return out
 
         residual_trees: list[Any] = []

@@ -45,7 +45,7 @@ class Linear:
             return transpose(lambda *v: tuple(self.product(v, consts)), values)
 
         other = Linear(self.label, self.count, product, self.transposed, self.solve)
-        return _conjugated(solve_equation(other, _conjugated(ct), consts)[: self.count])
+        return _conjugate(solve_equation(other, _conjugate(ct), consts)[: self.count])
 
     def pullback(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
@@ -115,23 +115,23 @@ class Root:
         return solve_equation(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
 
 
-def _conjugated(values: Values) -> list[torch.Tensor]:
+def _conjugate(values: Values) -> list[torch.Tensor]:
     return [x.conj() if x.is_complex() else x for x in values]
 
 
 def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
     """Return the transpose of a linear map at cotangents ``values``; vjp gives its conjugate."""
     _, pullback = vjp(linear, *[torch.zeros_like(x) for x in values])
-    return _conjugated(pullback(tuple(_conjugated(values))))
+    return _conjugate(pullback(tuple(_conjugate(values))))
 
 
-def _differentiable(consts: Values) -> list[int]:
+def _differentiable_positions(consts: Values) -> list[int]:
     return [i for i, x in enumerate(consts) if is_differentiable(x)]
 
 
 def _pullback(function: Callable[[Values], Values], consts: Values, w: Values) -> list[Any]:
     """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
-    by = _differentiable(consts)
+    by = _differentiable_positions(consts)
     gradients: list[Any] = [None] * len(consts)
     if by:
         _, pullback = vjp(
@@ -145,7 +145,7 @@ def _pullback(function: Callable[[Values], Values], consts: Values, w: Values) -
 
 def _pushforward(function: Callable[[Values], Values], consts: Values, tangents: Values) -> Any:
     """Return the tangents of a function of the closed-over tensors; None if there are none."""
-    by = [i for i in _differentiable(consts) if tangents[i] is not None]
+    by = [i for i in _differentiable_positions(consts) if tangents[i] is not None]
     if not by:
         return None
     return jvp(

@@ -26,7 +26,7 @@ from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.bridge.tracers.user_queries import UserLines
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
-from tsfunc.dispatch.recording import recording
+from tsfunc.dispatch.recording import record_calls
 from tsfunc.dispatch.state import tls
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
@@ -239,13 +239,13 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     """
     check_function("explain", func)
     recorder = Recorder(UserLines().here)
-    with recording(recorder), _PlainCalls(recorder):
+    with record_calls(recorder), _PlainCalls(recorder):
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.
     shown_uses = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
     counted = sorted(shown_uses, key=_order)
     exchanges = [CollectiveUse(*key, *count) for key, count in sorted(recorder.exchanges.items())]
-    uses = tuple(_described(use, count) for use, count in counted)
+    uses = tuple(_describe_use(use, count) for use, count in counted)
     return CallReport(name_of(func), uses, tuple(exchanges))
 
 
@@ -255,7 +255,7 @@ def _order(counted: tuple[KernelUse, UseCount]) -> tuple[str, int, bool, int]:
     return use.location.file, use.location.line, use.backward, count.first
 
 
-def _described(use: KernelUse, count: UseCount) -> OperatorUse:
+def _describe_use(use: KernelUse, count: UseCount) -> OperatorUse:
     row = find(use.operator)
     how, rule, source = _server_of(use, row)
     category = ops.category_of(use.operator)

@@ -21,7 +21,7 @@ from tsfunc.bridge.grad.dual_level import DualLevelInUse, dual_level, may_carry_
 from tsfunc.bridge.tracers.boundaries import boundary, check_function
 from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor, refusing_distribution
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracers.grad_level import GradLevel, unwrap_at_level
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
@@ -211,7 +211,7 @@ def _jvp(
     if STATE_WRITES:
         refuse_state_writes(grad_level)
     return pytrees.tree_map(
-        lambda x: unwrapped(x, grad_level) if isinstance(x, torch.Tensor) else x, results
+        lambda x: unwrap_at_level(x, grad_level) if isinstance(x, torch.Tensor) else x, results
     )
 
 
@@ -222,7 +222,7 @@ def _released(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or not value.requires_grad:
         return value
-    return value if autograd.reaches_active_leaves(value) else autograd.detached(value)
+    return value if autograd.reaches_active_leaves(value) else autograd.detach_at_level(value)
 
 
 def _pushforward(
@@ -307,5 +307,5 @@ def _by_double_backward(
     level = level_to_record_on((flat, directions))
     tangents_out = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
     if not autograd.reaches_other_leaves(tangents_out, fresh_inputs, level):
-        tangent = pytrees.tree_map(autograd.detached, tangent)
+        tangent = pytrees.tree_map(autograd.detach_at_level, tangent)
     return (out, tangent, *rest)

@@ -217,9 +217,9 @@ class _Unknown:
         def column(entries: torch.Tensor) -> torch.Tensor:
             parts = zip(entries.split(sizes), self.flat, strict=True)
             tangent = self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
-            return _joined(pytrees.leaves_of(derivative(tangent)))
+            return _join(pytrees.leaves_of(derivative(tangent)))
 
-        rhs = _joined(pytrees.leaves_of(right_side))
+        rhs = _join(pytrees.leaves_of(right_side))
         basis = torch.eye(sum(sizes), dtype=rhs.dtype, device=rhs.device)
         solution = torch.linalg.solve(vmap(column)(basis).T, rhs)
         parts = zip(solution.split(sizes), self.flat, strict=True)
@@ -240,7 +240,7 @@ class _Unknown:
         parts: list[WithConsts] = []
         for i, function in enumerate(functions):
             if i and plain:
-                parts.append(_untraced(function, self if i == 1 else None))
+                parts.append(_without_trace(function, self if i == 1 else None))
             else:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
                 graph = convert_closure(self.label, function, examples)
@@ -255,7 +255,7 @@ class _Unknown:
         return (self.tree(x), aux) if self.has_aux else self.tree(x)
 
 
-def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> WithConsts:
+def _without_trace(function: Callable[..., Any], unknown: _Unknown | None) -> WithConsts:
     def run(values: Values, consts: Values) -> Values:
         leaves, tree = pytrees.flatten(function(*values))
         if unknown is not None:
@@ -269,5 +269,5 @@ def _with_consts(graph: ClosureConverted, at: Sequence[int]) -> WithConsts:
     return lambda values, consts: graph.run(*values, *[consts[i] for i in at])
 
 
-def _joined(values: Values) -> torch.Tensor:
+def _join(values: Values) -> torch.Tensor:
     return torch.cat([x.reshape(-1) for x in values])

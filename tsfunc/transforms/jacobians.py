@@ -260,12 +260,12 @@ def _with_unmapped_aux(pushforward: Callable[..., Any], randomness: str) -> Call
 
     def run(directions: Any) -> Any:
         columns = vmap(tangent_only, out_dims=-1, randomness=randomness)(directions)
-        return (columns, *[pytrees.tree_map(_unbatched, a) for a in aux])
+        return (columns, *[pytrees.tree_map(_without_batch, a) for a in aux])
 
     return run
 
 
-def _unbatched(value: Any) -> Any:
+def _without_batch(value: Any) -> Any:
     if isinstance(value, BatchTracer) and not value.dispatch_level.alive:
         return value.value if value.bdim is None else value.value.select(value.bdim, 0)
     return value

@@ -68,7 +68,7 @@ def _refuse_different(kind: str, states: Sequence[State]) -> None:
     first = states[0]
     for i, state in enumerate(states):
         for name in dict.fromkeys([*first, *state]):
-            a, b = (_described(tree.get(name)) for tree in (first, state))
+            a, b = (_describe(tree.get(name)) for tree in (first, state))
             if a != b:
                 raise RuntimeError(
                     f"stack_module_state: expected {kind} of equal names and shapes in all models, "
@@ -76,7 +76,7 @@ def _refuse_different(kind: str, states: Sequence[State]) -> None:
                 )
 
 
-def _described(tensor: Tensor | None) -> str:
+def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
 
 

@@ -170,7 +170,7 @@ class RecordedRun:
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
             full = self._with_zeros(cts_in)
-        return [autograd.detached(g) for g in full] if again and not create else full
+        return [autograd.detach_at_level(g) for g in full] if again and not create else full
 
     def _is_plain(self, cotangents: Sequence[torch.Tensor]) -> bool:
         """True if all tensors of the pullback can be wrapped in tracers."""
@@ -360,7 +360,10 @@ def _value_and_grad(
     recorded.end_inputs()
     value = recorded.released(out)
     if not recorded.outer_grad:
-        cts_in, value = ([autograd.detached(g) for g in cts_in], autograd.detached(value))
+        cts_in, value = (
+            [autograd.detach_at_level(g) for g in cts_in],
+            autograd.detach_at_level(value),
+        )
     grads = pytrees.unflatten(spec, cts_in)
     if has_aux:
         aux = recorded.released_aux(aux)

@@ -139,7 +139,7 @@ def shard_map(
         _refuse_hidden(axes)
         with bound(registered, axes, check, randomness == "error", has_boundary=True) as levels:
             shards = _shards(args, plans[0], levels, inputs, mesh)
-            with _entered(func, list(levels.values())):
+            with _enter_levels(func, list(levels.values())):
                 if randomness == "error":
                     with watching_random():
                         out = of_shards(*shards)
@@ -376,7 +376,9 @@ class _ExchangePlans:
 _MOST_PLANS = 64  # the most argument structures that one function keeps
 
 
-def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
+def _enter_levels(
+    func: Callable[..., Any], levels: Sequence[MeshLevel]
+) -> AbstractContextManager[None]:
     """Context manager: tensors that the body captures are treated as arguments with ``P()``.
 
     The derivatives by these tensors are then summed over the ranks.
@@ -411,7 +413,7 @@ def _shards(
     for x, plan in zip(flat, plans.of(tree, args, levels), strict=True):
         if isinstance(x, torch.Tensor):
             if type(x) is not torch.Tensor and is_dtensor(x):
-                x = _local(x, plan.spec, mesh)
+                x = _local_shard(x, plan.spec, mesh)
             elif inputs == "global" and plan.spread:
                 if not plan.divides(x):
                     sizes = {name: level.batch_size for name, level in levels.items()}
@@ -441,7 +443,7 @@ def _put_together(
             if plan.same:
                 x = cross_boundary([levels[name] for name in plan.same], "leave", x)
             if outputs == "dtensor":
-                x = _distributed(x, plan.spec, mesh)
+                x = _as_dtensor(x, plan.spec, mesh)
             elif outputs == "global":
                 for dim, name in reversed(plan.spread):
                     x = levels[name].exchange("tile", (dim,), x)
@@ -468,7 +470,7 @@ def _placements(spec: P, mesh: Any) -> list[Any]:
     return places
 
 
-def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
+def _local_shard(x: Any, spec: P, mesh: Any) -> torch.Tensor:
     """Return the local shard of a DTensor; raise if its placements differ from the spec."""
     expected = _placements(spec, mesh)
     if x.device_mesh != mesh or list(x.placements) != expected:
@@ -480,7 +482,7 @@ def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
     return x.to_local()
 
 
-def _distributed(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:
+def _as_dtensor(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:
     """Return the DTensor that a shard belongs to."""
     from torch.distributed.tensor import DTensor
 

@@ -450,10 +450,10 @@ class Specialized(Transformed[_Params, _Result]):
             )  # fmt: skip
             return rebuild, (self.func, described)
         from tsfunc.program.calling.saving import function_to_save
-        from tsfunc.program.files.saved_functions import pickled
+        from tsfunc.program.files.saved_functions import pickle_function
 
         exact = not self._has_function
-        return _unpickled, pickled(function_to_save(self.target, self.cache, (), exact))
+        return _unpickle, pickle_function(function_to_save(self.target, self.cache, (), exact))
 
     def _is_named(self) -> bool:
         """True if an import of the function's module and name gives this object."""
@@ -542,7 +542,7 @@ class LoadedFunction(Specialized[..., Any]):
         self.cache.reset_counts()
 
 
-def _unpickled(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
+def _unpickle(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
     """Return the specialized function that pickle restores."""
     return read_loaded(io.BytesIO(data), "pickle", classes, None)
 

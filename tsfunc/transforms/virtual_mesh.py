@@ -113,11 +113,11 @@ def _by_axis(leaves: Sequence[Any], specs: Sequence[P], name: str) -> dict[str, 
     pairs = list(zip(leaves, specs, strict=True))
     return {
         "spread": [x for x, spec in pairs if name in spec.names],
-        "same": [_equal(x, name) for x, spec in pairs if name not in spec.names],
+        "same": [_value_equal_along(x, name) for x, spec in pairs if name not in spec.names],
     }
 
 
-def _equal(x: Any, name: str) -> Any:
+def _value_equal_along(x: Any, name: str) -> Any:
     """Return a value that is guaranteed to be equal at all indices of an axis, without its dim."""
     if not isinstance(x, BatchTracer) or x.bdim is None:
         return x

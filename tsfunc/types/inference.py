@@ -57,7 +57,7 @@ def of_value(value: Any, *, describe: bool = False) -> TSAllType:
     try:
         if isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
             return _module_type(value, ())
-        return _common(
+        return _common_type(
             [value], lambda x: TSTensor(meta=MetaTensorType.of(x)) if describe else TENSOR
         )
     except RecursionError:
@@ -66,7 +66,7 @@ def of_value(value: Any, *, describe: bool = False) -> TSAllType:
         ) from None
 
 
-def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
+def _common_type(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
     """Return the common type of several values at the same path.
 
     The elements of containers are collected before they are joined. In ``[[1], [None], []]`` all
@@ -74,7 +74,7 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
     """
     rest = [value for value in values if value is not None]
     if len(rest) < len(values):
-        return optional(_common(rest, tensor)) if rest else NONE
+        return optional(_common_type(rest, tensor)) if rest else NONE
     if all(isinstance(value, list) for value in rest):
         return TSList(_element_type([item for value in rest for item in value], tensor, TENSOR))
     if all(isinstance(value, dict) for value in rest):
@@ -82,14 +82,14 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
         items = [item for value in rest for item in value.values()]
         return TSDict(key if is_key_type(key) else ANY, _element_type(items, tensor, TENSOR))
     if all(is_tuple(value) for value in rest) and len({len(value) for value in rest}) == 1:
-        columns = tuple(_common(column, tensor) for column in zip(*rest, strict=True))
+        columns = tuple(_common_type(column, tensor) for column in zip(*rest, strict=True))
         names, *others = {field_names(value) for value in rest}
         return TSTuple(columns) if others or names is None else TSNamedTuple(names, columns)
     return functools.reduce(join_parts, dict.fromkeys(_single(value, tensor) for value in rest))
 
 
 def _element_type(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TSType:
-    return _common(values, tensor) if values else default
+    return _common_type(values, tensor) if values else default
 
 
 def is_tuple(value: object) -> bool:
@@ -101,12 +101,12 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if isinstance(value, list | dict) or is_tuple(value):
-        return _common([value], tensor)
+        return _common_type([value], tensor)
     if isinstance(value, torch.futures.Future):
         return TSFuture(_held(value, tensor))
     cls = type(value)
     if TSRRef.has_origin(cls):
-        return TSRRef(_common([value.local_value()], tensor) if value.is_owner() else ANY)
+        return TSRRef(_common_type([value.local_value()], tensor) if value.is_owner() else ANY)
     primitive = primitive_of(value)
     if primitive is not None:
         return primitive
@@ -121,7 +121,7 @@ def _held(future: Any, tensor: _DESCRIBED) -> TSType:
     if not future.done():
         return ANY
     try:
-        return _common([future.value()], tensor)
+        return _common_type([future.value()], tensor)
     except Exception:  # it holds an exception of any class
         return ANY
 

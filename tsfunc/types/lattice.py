@@ -22,7 +22,7 @@ Two classes with several common bases, none of which is derived from all others,
 above both; their join is ``Any``. In every other case ``join`` is the least upper bound.
 
 NOTE [the order of descriptors]
-``d <= e`` if every call that fits the descriptors ``d`` fits ``e``. This is the order of types on
+``d <= e`` if every call that fits the descriptors ``d`` fits ``e``. The order is that of types on
 the record of all parameters, in which a name of a size has one meaning (NOTE [names of sizes]).
 Lists and dicts are covariant here, because the order compares the arguments of calls.
 
@@ -157,12 +157,12 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     if wider is not None:
         return wider
     one, other = nominal_view(left), nominal_view(right)
-    return _generalized([(one, other)], of_call=False)[0]
+    return _generalize([(one, other)], of_call=False)[0]
 
 
 def join_pairs(pairs: Sequence[tuple[TSType, TSType]]) -> list[TSType]:
     """Return the join of each pair of parameters' types; names of sizes hold in all pairs."""
-    return _generalized(pairs, of_call=True)
+    return _generalize(pairs, of_call=True)
 
 
 def join_parts(left: TSType, right: TSType) -> TSType:
@@ -179,7 +179,7 @@ def join_parts(left: TSType, right: TSType) -> TSType:
     return left if left == right else _Join(_same_size, of_call=False).of(left, right)
 
 
-def _generalized(pairs: Sequence[tuple[TSType, TSType]], *, of_call: bool) -> list[TSType]:
+def _generalize(pairs: Sequence[tuple[TSType, TSType]], *, of_call: bool) -> list[TSType]:
     sizes = Generalization(
         (dim for left, _ in pairs for dim in left.dims),
         (dim for _, right in pairs for dim in right.dims),

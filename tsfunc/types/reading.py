@@ -190,11 +190,11 @@ def _from_class(cls: type, where: str, inside: tuple[type, ...] = ()) -> Descrip
     if cls is MetaTensorType:
         return TENSOR
     if optree.is_namedtuple_class(cls):
-        children = _annotated(cls, optree.namedtuple_fields(cls), inside)
+        children = _annotated_types(cls, optree.namedtuple_fields(cls), inside)
         return TSPytree(cls, tuple(range(len(children))), children)
     if dataclasses.is_dataclass(cls) and dataclasses.fields(cls):
         names = tuple(field.name for field in dataclasses.fields(cls))
-        return TSFields(cls, names, _annotated(cls, names, inside))
+        return TSFields(cls, names, _annotated_types(cls, names, inside))
     if is_interface(cls):
         try:
             check_interface(cls)
@@ -210,7 +210,7 @@ def _from_class(cls: type, where: str, inside: tuple[type, ...] = ()) -> Descrip
     return class_type(cls)
 
 
-def _annotated(
+def _annotated_types(
     cls: type, names: tuple[str, ...], inside: tuple[type, ...]
 ) -> tuple[Descriptor, ...]:
     """Return the types of some attributes of a class; ``Any`` for one without annotation."""

@@ -255,18 +255,18 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
             return _of_class(cls, type_, name, of) if declared is None else declared
         case TSFuture(element):
             if name in ("wait", "value"):
-                return _anything(name, element)
+                return _signature_of_anything(name, element)
             return _of_class(torch.futures.Future, type_, name, of)
         case TSRRef(element):
             if name not in ("to_here", "local_value"):
-                raise _missing(type_, name, of)
-            return _anything(name, element)
+                raise _missing_error(type_, name, of)
+            return _signature_of_anything(name, element)
         case TSTensor(cls):
             data = _tensor_attribute(name) if hasattr(torch.Tensor, name) else None
             return _of_class(cls, type_, name, of) if data is None else data
         case TSModuleInterface(cls):
             if name not in interface_methods(cls):
-                raise _missing(type_, name, of)
+                raise _missing_error(type_, name, of)
             return signature(interface_methods(cls)[name])
         case TSModuleType(cls, attributes):
             attribute = dict(attributes).get(name)
@@ -278,10 +278,10 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
         case TSType() if type_.value_class is not None:
             return _of_class(type_.value_class, type_, name, of)
         case _:
-            raise _missing(type_, name, of)
+            raise _missing_error(type_, name, of)
 
 
-def _missing(type_: TSAllType, name: str, of: str) -> TypeCheckError:
+def _missing_error(type_: TSAllType, name: str, of: str) -> TypeCheckError:
     return TypeCheckError(f"{of}.{name}: {of} is of type {type_}, which has no {name!r}.")
 
 
@@ -295,14 +295,14 @@ def _of_class(cls: type, type_: TSAllType, name: str, of: str) -> Resolved:
     if annotated is not None and not isinstance(value, types.FunctionType):
         return annotated
     if value is missing:
-        raise _missing(type_, name, of)
+        raise _missing_error(type_, name, of)
     if isinstance(value, property | functools.cached_property):
         getter = value.fget if isinstance(value, property) else value.func
         return ANY if getter is None else signature(getter).returns or ANY
     if isinstance(value, types.FunctionType):
         return signature(value)
     if callable(value):
-        return _anything(name)
+        return _signature_of_anything(name)
     if inspect.isdatadescriptor(value):  # a slot, or a field of a class in C
         return ANY
     return of_value(value)
@@ -321,7 +321,7 @@ def _tensor_attribute(name: str) -> TSAllType | None:
     return ANY if value is None else of_value(value)
 
 
-def _anything(name: str, returns: TSType | None = None) -> Signature:
+def _signature_of_anything(name: str, returns: TSType | None = None) -> Signature:
     """Return the signature of a method with unknown parameters."""
 
     def method(*args: Any, **kwargs: Any): ...  # type: ignore[no-untyped-def]

@@ -21,7 +21,7 @@ from tsfunc.types.values import Path, class_name, describe, literal_text, same_v
 
 @dataclass(frozen=True)
 class TSMetaType(TSType):
-    """``Any``: every value. It is allowed in a signature, but nothing can be computed with it."""
+    """``Any``: every value. A signature may have it, but nothing can be computed with it."""
 
     name: Literal["Any"] = "Any"
 
@@ -226,7 +226,7 @@ class TSBuiltinClass(_TSClass):
 
 @dataclass(frozen=True)
 class TSCustomClass(_TSClass):
-    """Any other class. Its attributes are checked at their use (see ``attribute_type``)."""
+    """Any other class, whose attributes are checked at their use (see ``attribute_type``)."""
 
     def emit(self, at: str, source: CheckCode, indent: str) -> None:
         # Only for a class without fields and without a custom metaclass does isinstance decide.

@@ -199,7 +199,7 @@ class Generalization:
 
     def _pair_of(self, size: DimForm, side: int) -> tuple[SideForm, SideForm] | None:
         """Return the first named pair with this size on a side, or None."""
-        pairs = (pair for pair in self._counts if _same(pair[side], size))
+        pairs = (pair for pair in self._counts if _is_same_size(pair[side], size))
         return next((pair for pair in pairs if self._is_named(pair)), None)
 
     def _is_named(self, pair: tuple[SideForm, SideForm]) -> bool:
@@ -242,7 +242,7 @@ class Generalization:
         for chosen in itertools.islice(itertools.product(*pairs), _MOST_CHOICES):
             meant = dict(zip(expression.names, chosen, strict=True))
             texts_on_other_side = {name: _text(pair[1 - side]) for name, pair in meant.items()}
-            if _same(other, parsed(expression.substitute(texts_on_other_side))):
+            if _is_same_size(other, parse_size(expression.substitute(texts_on_other_side))):
                 new_names = {name: self._name(pair) for name, pair in meant.items()}
                 yield expression.substitute(new_names)
 
@@ -272,7 +272,7 @@ def names_of_dim(dim: SideForm) -> tuple[str, ...]:
     return dim.names if isinstance(dim, DimExpr) else (dim.name,) if isinstance(dim, Dim) else ()
 
 
-def parsed(text: str) -> DimForm:
+def parse_size(text: str) -> DimForm:
     """Return the size that a text describes; None if it is invalid, such as a division by zero."""
     try:
         return parse_dim(text)
@@ -280,7 +280,7 @@ def parsed(text: str) -> DimForm:
         return None
 
 
-def _same(one: SideForm, other: DimForm) -> bool:
+def _is_same_size(one: SideForm, other: DimForm) -> bool:
     """True if two sizes are equal for all values of their names."""
     if one is None or other is None or isinstance(one, Absent):
         return False

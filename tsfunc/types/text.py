@@ -277,7 +277,7 @@ class _Reader:
     def literal(self) -> Any:
         text = self.take(_LITERAL)
         if text is not None:
-            return _literal(text)
+            return _parse_literal(text)
         name = self.take(NAME)
         if name is None:
             raise self.error(f"expected a value, got {self.rest()[:20]!r}")
@@ -349,7 +349,7 @@ class _Reader:
             raise self.error(str(error)) from None
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     sign = -1 if text.startswith("-") else 1
     if text.lstrip("+-") in ("inf", "nan"):
         return sign * (math.inf if text.endswith("inf") else math.nan)

@@ -348,7 +348,7 @@ def class_name(cls: type) -> str:
         return _PUBLIC_NAMES[cls]
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     name = f"{module}{cls.__qualname__}"
-    return name if NAME.fullmatch(name) and _imported(name) is cls else _claim(cls, name)
+    return name if NAME.fullmatch(name) and _import_by_name(name) is cls else _claim(cls, name)
 
 
 def _claim(cls: type, name: str) -> str:
@@ -364,7 +364,7 @@ def _claim(cls: type, name: str) -> str:
 def _free(name: str) -> str:
     """Return the name itself, or the name with the first number that is not in use."""
     names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
-    return next(other for other in names if other not in _claims and _imported(other) is None)
+    return next(other for other in names if other not in _claims and _import_by_name(other) is None)
 
 
 def find_object(name: str, scope: Mapping[str, object]) -> Any:
@@ -380,10 +380,10 @@ def find_object(name: str, scope: Mapping[str, object]) -> Any:
     if root in scope:
         return _attribute(scope[root], rest)
     value = _PUBLIC.get(name) or _claims.get(name)
-    return _imported(name) if value is None else value
+    return _import_by_name(name) if value is None else value
 
 
-def _imported(name: str) -> Any:
+def _import_by_name(name: str) -> Any:
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:i]))

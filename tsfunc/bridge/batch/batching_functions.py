@@ -129,7 +129,7 @@ def _flat_view(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return torch.ops.aten.view.default(x, [*shape[:first], -1, *shape[last + 1 :]])
 
 
-def _indexed(by_tensors: Rule) -> Rule:
+def _rule_of_indexing(by_tensors: Rule) -> Rule:
     """Return the function rule of ``x[index]``.
 
     The rule serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
@@ -228,7 +228,7 @@ def _with_own_arguments() -> Iterator[tuple[str, Iterable[Any], Rule, bool]]:
     yield "aten::view", (_T.view,), _with_sizes(_rule_of("aten::view")), True
     yield "aten::flatten.using_ints", (torch.flatten, _T.flatten), flatten, True
     indices = "aten::select.int aten::slice.Tensor aten::index.Tensor"
-    yield indices, (_T.__getitem__,), _indexed(_rule_of("aten::index.Tensor")), True
+    yield indices, (_T.__getitem__,), _rule_of_indexing(_rule_of("aten::index.Tensor")), True
     transposes = _getters("T", "mT")
     yield "aten::t aten::transpose.int", transposes, _transposed_matrix, True
     for name in ("real", "imag"):

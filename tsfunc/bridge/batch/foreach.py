@@ -49,7 +49,7 @@ def _per_tensor(single: Single, inplace: bool) -> Single:
     return apply
 
 
-def _added(name: str) -> Single:
+def _addcmul_of_each(name: str) -> Single:
     """Return ``addcmul`` or ``addcdiv`` with the factor as a positional number or tensor."""
 
     def single(x: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
@@ -91,7 +91,7 @@ def _singles() -> dict[str, Single]:
             _elementwise_extreme(f"{clamp}_"),
         )
     for name in ("addcmul", "addcdiv"):
-        singles[name], singles[f"{name}_"] = _added(name), _added(f"{name}_")
+        singles[name], singles[f"{name}_"] = _addcmul_of_each(name), _addcmul_of_each(f"{name}_")
     return singles | {
         "zero": torch.zeros_like,
         "zero_": Tensor.zero_,

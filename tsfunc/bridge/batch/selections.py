@@ -185,7 +185,7 @@ class Selection(Tracer):
 
     def in_order_of(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
         """Return the elements in the order of another mask, which must select as many elements."""
-        if mask is self.mask or (source is not None and _same(source, self.source)):
+        if mask is self.mask or (source is not None and _is_same_mask(source, self.source)):
             return self.elements
         count = mask.sum()
         require(
@@ -279,7 +279,7 @@ def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
     return lead, values
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_mask(one: Any, other: Any) -> bool:
     """True if two masks are the same tensor, without a write between."""
     if one is None or other is None or one[0] is not other[0] or one[1] is None:
         return False

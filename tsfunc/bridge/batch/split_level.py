@@ -40,7 +40,7 @@ from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer,
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.storages import physical
+from tsfunc.bridge.writing.storages import tensor_with_memory
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
@@ -307,7 +307,7 @@ class _NarrowedStorages:
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
     """Return the storage of a tensor's innermost value; None if it has none."""
-    plain = physical(value)
+    plain = tensor_with_memory(value)
     try:
         return None if plain is None else StorageWeakRef(plain.untyped_storage())
     except (NotImplementedError, RuntimeError):

@@ -153,13 +153,13 @@ def _item_positions(item: Any, size: int) -> torch.Tensor:
         return item
     like = item.start if isinstance(item.start, Tracer) else item.stop
     step = 1 if item.step is None else item.step
-    start = _bound(item.start, 0, size, like)
-    stop = _bound(item.stop, size, size, like)
+    start = _as_bound(item.start, 0, size, like)
+    stop = _as_bound(item.stop, size, size, like)
     count = _common_count(torch.clamp(stop - start + (step - 1), min=0) // step)
     return start + torch.arange(count, device=like.device) * step
 
 
-def _bound(bound: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
+def _as_bound(bound: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
     value = torch.as_tensor(default if bound is None else bound, device=like.device)
     return torch.where(value < 0, value + size, value).clamp(0, size)
 

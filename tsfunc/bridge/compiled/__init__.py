@@ -69,7 +69,7 @@ def load() -> ModuleType | None:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def pause_handlers() -> Iterator[None]:
     """Context manager: the Python handlers serve every call, on all threads (for tests)."""
     handlers = load()
     if handlers is not None:

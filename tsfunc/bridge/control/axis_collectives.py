@@ -218,7 +218,7 @@ class Permute(Collective):
         return Permute(self.level, [(receiver, sender) for sender, receiver in self.pairs])
 
 
-def _collected(
+def _collect(
     level: Axis, value: torch.Tensor, kind: str, cls: Callable[..., Collective], *ints: int
 ) -> torch.Tensor:
     """Return a collective: by an exchange of a mesh's ranks, or over the examples of a vmap."""
@@ -229,22 +229,22 @@ def _collected(
 
 def sum_over_axis(level: Axis, value: torch.Tensor) -> torch.Tensor:
     """Return the sum over an axis, which is the same for each of its indices."""
-    return _collected(level, value, "sum", Sum)
+    return _collect(level, value, "sum", Sum)
 
 
 def all_gather(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return all values of an axis along a new dim."""
-    return _collected(level, value, "gather", Gather, dim)
+    return _collect(level, value, "gather", Gather, dim)
 
 
 def reduce_scatter(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over an axis, with one slice of ``dim`` for each index."""
-    return _collected(level, value, "scatter", SumScatter, dim)
+    return _collect(level, value, "scatter", SumScatter, dim)
 
 
 def all_to_all(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
     """Send each index its slice of ``split``, and return the received slices along ``concat``."""
-    return _collected(level, value, "all_to_all", AllToAll, split, concat)
+    return _collect(level, value, "all_to_all", AllToAll, split, concat)
 
 
 def permute(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -9,7 +9,8 @@ like the loop itself.
 The node's tensors are physical values, which include the batch dims of a vmap inside of the trace.
 The tracers around inputs and results are stored separately (``bodies.TracerStack``). If the trace's
 own level, or one inside of it, differentiates by an input, the call is an ``autograd.Function`` of
-that level (``control_flow_calls``). Its backward calls another node, the pullback of the first one.
+that level (``control_flow_calls``). The backward of the Function calls another node, the pullback
+of the first one.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ControlFlow:
     """An operator of a program: one kind of control flow, with the bodies of one call.
 
     The operands are flat: first the operands of the call, then the outer tensors and numbers that
-    its bodies use. It returns a tuple of tensors.
+    its bodies use. The call returns a tuple of tensors.
 
     Attributes:
         name: the operator's name in the program.

@@ -25,7 +25,7 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
-from tsfunc.bridge.tracers.replay import keeps_draws, replayed
+from tsfunc.bridge.tracers.replay import keeps_draws, replay_object
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.dispatch.state import tls
@@ -48,7 +48,7 @@ def call_control_flow(
             first.append(call.states(results))
             return first[0]
 
-        devices, drawn = replayed(states, lambda states: True, trace)
+        devices, drawn = replay_object(states, lambda states: True, trace)
         if not first:
             replays = op.replayed(len(inputs), devices)
             call = _Call(replays, trace, tuple(numbers), saved=len(inputs))
@@ -194,12 +194,14 @@ class _Recorded(Function):
         if wrt and of:
             # Cotangents may be batched by vmaps inside of the level.
             inside = _frames_inside([cotangents[j] for j in of], level)
-            wrapped = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
-            op = _replayed(ctx, call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
+            wrapped = [
+                rewrap_as(cotangents[j], _batched_layout(results[j].stack, inside)) for j in of
+            ]
+            op = _replay_draws(ctx, call.op.pullback(len(inputs), wrt, of), len(inputs) + len(of))
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
                 op = op.mapped(batched)
-            samples = [_without_gaps(_like(inputs[i]), call.trace) for i in wrt]
+            samples = [_without_gaps(_result_like(inputs[i]), call.trace) for i in wrt]
             wanted = [_mapped_result(one, inside, call.trace) for one in samples]
             operands = [*inputs, *wrapped, *states]
             gradients = call_control_flow(op, call.trace, operands, call.numbers, wanted)
@@ -214,7 +216,7 @@ class _Recorded(Function):
         # A zero tangent can be a tensor of torch's own: NOTE [the factory keys] in ``torch_state``.
         directions = {i: call.trace.lifted_here(tangents[3 + i]) for i in wrt}
         wrapped = [rewrap_as(t, unwrap_all(inputs[i])[1]) for i, t in directions.items()]
-        op = _replayed(ctx, call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
+        op = _replay_draws(ctx, call.op.pushforward(len(inputs), wrt), len(inputs) + len(wrt))
         operands = [*inputs, *wrapped, *states]
         dense = [_without_gaps(result, call.trace) for result in ctx.results]
         tangents_out = call_control_flow(op, call.trace, operands, call.numbers, dense)
@@ -237,7 +239,7 @@ def _as_seen_here(ctx: Any) -> tuple[_Call, list[Any], list[Any]]:
     return call, inputs, all_as_seen_by_current_level([*ctx.states])
 
 
-def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
+def _replay_draws(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
     """Return a derivative of a call that draws the same random numbers as the call."""
     return op.replayed(count, ctx.devices) if ctx.states else op
 
@@ -252,7 +254,7 @@ def _frames_inside(values: Sequence[Any], level: TracerLevel) -> list[Frame]:
     return [frame for _, frame in sorted(frames.items(), reverse=True)]
 
 
-def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
+def _batched_layout(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
     """Return a layout with the batch dims of inner vmaps before all others."""
     return TracerStack((*inside, *stack.shifted_by(len(inside)).frames))
 
@@ -268,10 +270,10 @@ def _mapped_result(
         assert isinstance(frame.level, BatchLevel)
         shape = (frame.level.batch_size, *value.shape)
         value = trace.fake_like(value, shape, dense_strides(shape))
-    return TracedResult(value, _batched(result.stack, inside))
+    return TracedResult(value, _batched_layout(result.stack, inside))
 
 
-def _like(value: Any) -> TracedResult:
+def _result_like(value: Any) -> TracedResult:
     inner, stack = unwrap_all(value)
     return TracedResult(inner.value, stack)
 

@@ -2,7 +2,7 @@
 
 NOTE [debug effects]
 ``tsfunc_debug::call(values, effect, batch_dims)`` returns nothing and has an effect on the host: a
-Python function is called with the values. Every level treats it as an operator. Its batching rule
+Python function is called with the values. Every level treats it as an operator. The batching rule
 moves the batch dim to the front and counts it in ``batch_dims`` (``ops/debug_calls.py``). The
 operator finally gets plain tensors whose first dims are the examples of all vmaps, the outermost
 vmap's first. A trace records it as a node. Passes keep the node and the order of nodes, as for all
@@ -47,7 +47,7 @@ class _Muted(threading.local):
 _muted = resets(_Muted())
 
 
-def muted() -> AbstractContextManager[None]:
+def mute_effects() -> AbstractContextManager[None]:
     """Suppress prints and callbacks on this thread, for a run that repeats an earlier one."""
     return overriding(_muted, active=True)
 

@@ -2,10 +2,11 @@
 
 NOTE [watching for NaNs]
 Two watchers see every operator. A recorder in the thread's state (``dispatch/recorder``) sees the
-calls on tracers, whose results say which example a NaN belongs to. It looks at the outermost of
-nested calls, which is the operator that the user called; a NaN inside of a rule that does not
-reach the rule's result is ignored. A dispatch mode sees the calls on plain tensors: those of
-programs and of torch's own backward passes. It looks only if no call on tracers is running.
+calls on tracers, whose results say which example a NaN belongs to. The recorder checks the
+outermost of nested calls, which is the operator that the user called; a NaN inside of a rule that
+does not reach the rule's result is ignored. A dispatch mode sees the calls on plain tensors: those
+of programs and of torch's own backward passes. The mode checks only if no call on tracers is
+running.
 
 A program consists of calls on plain tensors, which do not say where the examples are. If one makes
 a NaN, the function is called again without its program (``transforms/specialize``).
@@ -32,7 +33,7 @@ from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.bridge.tracers.user_queries import UserLines
 from tsfunc.dispatch.recorder import KernelUse, Recorder
-from tsfunc.dispatch.recording import recording
+from tsfunc.dispatch.recording import record_calls
 from tsfunc.errors import NanError
 from tsfunc.ops.dims import function_name
 from tsfunc.user_code import GENERATED, LOCATIONS, Location, is_user_frame, source_line
@@ -60,7 +61,7 @@ def watch_nans() -> Iterator[None]:
     recorder = _NanRecorder(lines.here)
     with undoing(_stop_watching):
         _active.watching = True
-        with recording(recorder), _NanMode(recorder, lines):
+        with record_calls(recorder), _NanMode(recorder, lines):
             yield
 
 

@@ -27,7 +27,7 @@ from tsfunc.bridge.tracers.registrations import watching_factories, watching_ran
 from tsfunc.bridge.tracers.torch_settings import outside_modes, traces_compile
 
 
-def retraced(
+def retrace(
     name: str,
     run: Callable[..., Sequence[torch.Tensor]],
     nodes: Sequence[Any],

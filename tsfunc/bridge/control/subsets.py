@@ -47,7 +47,7 @@ from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import draw_counts, preserve_draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
-from tsfunc.bridge.tracers.replay import replayed
+from tsfunc.bridge.tracers.replay import replay_object
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
 from tsfunc.errors import DataDependentError
@@ -234,7 +234,7 @@ def _serves_plain(level: BatchLevel) -> bool:
 def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> SubsetLevel:
     """Return the level of the examples with these indices; ``single`` as for the class."""
     size = index.shape[0]
-    subset = replayed(
+    subset = replay_object(
         lambda: SubsetLevel(level, index, single),
         lambda known: known.parent is level and known.batch_size == size,
     )

@@ -318,7 +318,7 @@ def _same_strides(shape: Sequence[Any], steps: Sequence[Any], others: Sequence[A
     )
 
 
-def common(columns: Iterable[dict[int, Frame]]) -> TracerStack:
+def union_of_frames(columns: Iterable[dict[int, Frame]]) -> TracerStack:
     """Return the tracers that a result of any of several bodies needs."""
     frames: dict[int, Frame] = {}
     for column in columns:

@@ -84,7 +84,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
         if lifted.requires_grad and in_backward_formula() and not _counts(lifted):
             # A custom rule differentiates by a saved value. Without a leaf of its own, the results
             # would not be known to depend on a value that is differentiated by.
-            lifted = detached(lifted)
+            lifted = detach_at_level(lifted)
         connected = lifted.requires_grad or may_carry_outer_tangents(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
             fresh: torch.Tensor = lifted.aliased_here()
@@ -460,7 +460,7 @@ def backward(
         passes[0] -= 1
 
 
-def detached(value: torch.Tensor) -> torch.Tensor:
+def detach_at_level(value: torch.Tensor) -> torch.Tensor:
     """Return the value without its own level's graph; outer graphs and its tangent are kept."""
     with DisableTorchFunctionSubclass():
         if not value.requires_grad:
@@ -474,7 +474,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
 
 def detached_at(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     """Return the value without the graph of a level; a value of an outer level has none there."""
-    return detached(value) if level is None or _belongs_to(value, level) else value
+    return detach_at_level(value) if level is None or _belongs_to(value, level) else value
 
 
 def make_dual(

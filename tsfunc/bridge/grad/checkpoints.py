@@ -39,7 +39,7 @@ from tsfunc.bridge.tracers.interrupts import outermost, restoring_thread_state
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform, watching_random
 from tsfunc.bridge.tracers.replaced_state import replaced_states, with_states
-from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, replaying
+from tsfunc.bridge.tracers.replay import RunRecord, recording_objects, reuse_recorded
 from tsfunc.bridge.tracers.torch_state import Rerun, in_backward_formula, mark_rerun
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level, serials
 from tsfunc.dispatch.state import innermost_of, overriding, tls, using
@@ -108,7 +108,7 @@ def _generator(
             mark_rerun(Rerun(first), captured, in_formula),
             _recording_at(recorded),
             _inside_derivatives(derivatives),
-            replaying(record),
+            reuse_recorded(record),
             snapshot.replaying(),
             with_states(states),
             duals.rerun(args) as rerun_args,

@@ -66,7 +66,7 @@ def _for_tangents(cls: Any) -> Any:
     """Return the class for calls whose arguments may have tangents.
 
     The ``jvp`` of the class sees saved tensors without their tangents. torch disables forward mode
-    in it, but its tangents may have tangents of outer levels. Its ``forward`` returns copies of
+    in it, but its tangents may have tangents of outer levels. The ``forward`` returns copies of
     expanded tensors, since torch gives a tangent the strides of its primal. A copy can have its
     batch dim in another place, so classes whose callers know the places have ``lays_out_results``.
     """

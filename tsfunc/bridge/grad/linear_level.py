@@ -38,7 +38,7 @@ class _LinearLevel(BatchLevel):
         saved = not isinstance(value, Tracer) and not autograd.reaches_active_leaves(value)
         if saved:
             with DisableTorchFunction():  # a trace around the level would read its graph
-                value = autograd.detached(value)
+                value = autograd.detach_at_level(value)
         return super().lift(value)
 
     def handles_factory(self, name: str, random: bool) -> bool:

@@ -113,7 +113,7 @@ def results_of_rule(
     return pytrees.unflatten(tree, rewrap_results(leaves, bdims, values, args, level))
 
 
-def unaliased(result: Any, operands: Sequence[Any]) -> Any:
+def detach_alias(result: Any, operands: Sequence[Any]) -> Any:
     """Return a result of a ``forward``, detached if it is an argument or a view.
 
     torch makes the tangent of a view a view as well.
@@ -241,7 +241,7 @@ class MappedFunction:
             results = [value_at_level(x, level) for x in tracers]
             for i, x in enumerate(results[: self.results]):
                 if isinstance(x, torch.Tensor) and not any(x is one for one in written):
-                    results[i] = unaliased(x, values)
+                    results[i] = detach_alias(x, values)
             by = any(
                 bdim is not None and is_differentiable(x)
                 for x, bdim in zip(values, self.bdims, strict=True)

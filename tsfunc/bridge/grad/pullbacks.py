@@ -61,7 +61,7 @@ def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) 
     create = torch.is_grad_enabled()
     with autograd.recording_at(level):
         outs = function(values)
-    return outs if create else [autograd.detached(out) for out in outs]
+    return outs if create else [autograd.detach_at_level(out) for out in outs]
 
 
 class _Node(Function):
@@ -77,11 +77,11 @@ class _Node(Function):
         ctx.set_materialize_grads(False)
         with autograd.outside_graph(grad_mode), autograd.recording_at(level):
             primals = [autograd.unpack_dual(value)[0] for value in values]
-            leaves = [autograd.fresh_input(autograd.detached(x), level) for x in primals]
+            leaves = [autograd.fresh_input(autograd.detach_at_level(x), level) for x in primals]
             outs = function(leaves)
             with DisableTorchFunctionSubclass():
                 constant = [not out.requires_grad for out in outs]
-            outs = tuple(autograd.detached(out) for out in outs)
+            outs = tuple(autograd.detach_at_level(out) for out in outs)
         ctx.mark_non_differentiable(*(x for x, fixed in zip(outs, constant, strict=True) if fixed))
         return outs
 
@@ -145,9 +145,9 @@ def _tangents(
     results: list[Tensor | None] = [None] * len(outs)
     for i, tangent in zip(recorded, tangents_out, strict=True):
         if tangent is None:  # torch takes None only for results that are not differentiable
-            results[i] = autograd.detached(torch.zeros_like(outs[i]))
+            results[i] = autograd.detach_at_level(torch.zeros_like(outs[i]))
         else:
-            results[i] = tangent if connected else autograd.detached(tangent)
+            results[i] = tangent if connected else autograd.detach_at_level(tangent)
     return tuple(results)
 
 

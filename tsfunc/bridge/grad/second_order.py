@@ -28,11 +28,11 @@ the exponent out.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
-and the deviation as constants: third derivatives by reverse mode are wrong. Those of fused
-attention and of distances have none. If a backward pass is recorded, these formulas are written in
-other operators, whose derivatives are right to any order. Fused attention with tangents is written
-so too, as it has no tangent formula. A program contains such formulas as operators, so they are
-also intercepted while it runs (``differentiable``).
+and the deviation as constants: third derivatives by reverse mode are wrong. The operators of fused
+attention and of distances have no derivative. If a backward pass is recorded, these formulas are
+written in other operators, whose derivatives are right to any order. Fused attention with tangents
+is written so too, as it has no tangent formula. A program contains such formulas as operators, so
+they are also intercepted while it runs (``make_differentiable``).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ BACKWARD_FORMULAS = frozenset(
 )
 
 
-def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
+def make_differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a program's function so that the backward formulas in it can be differentiated.
 
     Args:
@@ -207,7 +207,7 @@ class _Power(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(base, exponent)
         with autograd.outside_graph(grad_mode):
-            return torch.pow(autograd.detached(base), autograd.detached(exponent))
+            return torch.pow(autograd.detach_at_level(base), autograd.detach_at_level(exponent))
 
     @staticmethod
     @restoring_thread_state

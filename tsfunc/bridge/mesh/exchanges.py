@@ -81,7 +81,7 @@ class _Transposed(threading.local):
 _transposed = resets(_Transposed())
 
 
-def transposing(call: str) -> AbstractContextManager[None]:
+def as_transpose_of(call: str) -> AbstractContextManager[None]:
     """Context manager: exchanges in the block are the transpose of those of a call.
 
     All transposes of a backward pass run from one line of user code, so agreements compare the

@@ -148,7 +148,7 @@ def _store_of(group: Any) -> Any:
     return None if backend_and_store is None else backend_and_store[1]
 
 
-def reporting(
+def report_failures(
     run: Callable[[Sequence[Any]], Sequence[Any]], texts: Sequence[str]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return the function of a program; its errors are reported over the program's meshes."""

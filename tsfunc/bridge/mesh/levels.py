@@ -31,7 +31,7 @@ from tsfunc.dispatch.state import overriding, tls, using
 
 
 class _Observed(threading.local):
-    """The axes over which values were exchanged on this thread, while ``observing``."""
+    """The axes over which values were exchanged on this thread, in a block of ``observe_axes``."""
 
     axes: set[str] | None = None
 
@@ -40,7 +40,7 @@ _observed = resets(_Observed())
 
 
 @contextmanager
-def observing() -> Iterator[set[str]]:
+def observe_axes() -> Iterator[set[str]]:
     """Context manager: yields the set of axes over which the block exchanges values."""
     outer, seen = _observed.axes, set[str]()
     try:

@@ -23,9 +23,9 @@ share              an equal value of all, divided by the rank count    (join)
 join               as leave, but of cotangents of a shared value       (share)
 ========== ======= ==================================================================
 
-The last seven are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
-``in_dims`` and ``out_dims`` are these specs. These transposes differ from those of ``torch.chunk``
-and similar operators, which involve one process only.
+The last seven are the boundary of ``shard_map``. The transposes of these exchanges are those of a
+``vmap`` whose ``in_dims`` and ``out_dims`` are these specs. These transposes differ from those of
+``torch.chunk`` and similar operators, which involve one process only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.mesh.exchanges import EXCHANGES, exchange, result_dtype, transposing
+from tsfunc.bridge.mesh.exchanges import EXCHANGES, as_transpose_of, exchange, result_dtype
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -93,7 +93,7 @@ torch.library.register_fake("tsfunc_mesh::map", _fake, lib=_library)
 torch.library.register_fake("tsfunc_mesh::index", _fake_index, lib=_library)
 
 
-def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
+def transpose_call(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
     return EXCHANGES[kind].transpose, EXCHANGES[kind].transposed_ints(list(ints))
 
 
@@ -117,8 +117,8 @@ class _Exchange(Function):
     @restoring_thread_state
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
-        with nullcontext() if ctx.location is None else transposing(ctx.location):
-            cotangent_in = exchange_at_levels(cotangent, *transposed(kind, ints), axis, mesh)
+        with nullcontext() if ctx.location is None else as_transpose_of(ctx.location):
+            cotangent_in = exchange_at_levels(cotangent, *transpose_call(kind, ints), axis, mesh)
         return (None, None, cotangent_in, None, None, None, None)
 
     @staticmethod

@@ -42,7 +42,7 @@ def gathering_shards(
         yield states
         return
     dicts = [states] if isinstance(states, Mapping) else list(states)
-    whole = [{name: _whole(value) for name, value in state.items()} for state in dicts]
+    whole = [{name: _whole_tensor(value) for name, value in state.items()} for state in dicts]
     missing = _own_of(module, {name for state in dicts for name in state}, tie_weights)
     with ExitStack() as stack:
         for name, part in parts.items():
@@ -61,7 +61,7 @@ def _sharded_parts(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
 
-def _whole(value: Any) -> Any:
+def _whole_tensor(value: Any) -> Any:
     """Return the whole tensor of a sharded one; its gradient is the mean of the processes'."""
     if not is_dtensor(value):
         return value
@@ -77,7 +77,7 @@ def _own_of(module: nn.Module, names: set[str], tie_weights: bool) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         if name not in names and id(parameter) not in served and is_dtensor(parameter):
-            tensors[name] = _whole(parameter)
+            tensors[name] = _whole_tensor(parameter)
             if tie_weights:
                 served.add(id(parameter))
     return tensors

@@ -20,8 +20,8 @@ from tsfunc.bridge.private_names.entries import (
     PRIVATE_NAMES,
     PrivateNames,
     Risk,
-    covered,
-    missing,
+    is_listed,
+    missing_message,
 )
 
 __all__ = [
@@ -31,12 +31,12 @@ __all__ = [
     "Risk",
     "by_risk",
     "compilation",
-    "covered",
     "dependency_table",
     "derivatives",
     "dispatching",
     "distributed",
-    "missing",
+    "is_listed",
+    "missing_message",
     "modules",
 ]
 

@@ -52,7 +52,7 @@ class PrivateNames:
             >>> [line for entry in PRIVATE_NAMES for line in entry.check()]
             []
         """
-        failures = [line for line in map(missing, self.names) if line is not None]
+        failures = [line for line in map(missing_message, self.names) if line is not None]
         if failures:
             return failures
         try:
@@ -68,7 +68,7 @@ class PrivateNames:
 PRIVATE_NAMES: list[PrivateNames] = []
 
 
-def covered(name: str) -> bool:
+def is_listed(name: str) -> bool:
     """True if the list has ``name``, a parent of it, or an attribute below it."""
     if not name.startswith("torch."):  # an attribute of values
         return any(
@@ -86,10 +86,10 @@ def covered(name: str) -> bool:
     )
 
 
-def missing(name: str) -> str | None:
+def missing_message(name: str) -> str | None:
     """Return a message if torch does not have a name, else None."""
     if "|" in name:
-        messages = [missing(single) for single in name.split("|")]
+        messages = [missing_message(single) for single in name.split("|")]
         return None if None in messages else messages[0]
     if not name.startswith("torch."):
         holder, _, attribute = name.partition(".")

@@ -25,7 +25,7 @@ def smallest(dim: Dim) -> int:
     return max(2, dim.min or 0)
 
 
-def holds(constraint: Any, dims: Mapping[str, Dim]) -> bool:
+def holds_for_all(constraint: Any, dims: Mapping[str, Dim]) -> bool:
     """True if a constraint provably holds for all sizes that the dims allow.
 
     If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
@@ -56,7 +56,7 @@ def with_least_minima(constraint: Any, dims: Mapping[str, Dim]) -> dict[str, Dim
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
         larger = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
-        if holds(constraint, larger):
+        if holds_for_all(constraint, larger):
             return {name: dim for name, dim in larger.items() if (dims[name].min or 2) < low}
     return None
 

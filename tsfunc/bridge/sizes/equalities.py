@@ -20,7 +20,7 @@ _DRAWS = 24  # attempts to find such sizes
 _Sizes = Mapping[Any, int]
 
 
-def required(
+def required_equalities(
     conditions: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]
 ) -> list[Any]:
     """Return the equalities that an operator needs, among the conditions that its rule tests.
@@ -34,7 +34,7 @@ def required(
     needed = []
     for equality in equalities:
         others = [other for other in equalities if other is not equality]
-        broken = list(_breaking(equality, others, hints))
+        broken = list(_sizes_that_break(equality, others, hints))
         if broken and not any(map(accepts, broken)):
             needed.append(equality)
     return needed
@@ -45,11 +45,11 @@ def or_one(equality: Any, hints: _Sizes, accepts: Callable[[_Sizes], bool]) -> A
 
     Args:
         equality: an equality that the operator needs.
-        hints, accepts: as in :func:`required`.
+        hints, accepts: as in :func:`required_equalities`.
     """
     from sympy import Eq, Or
 
-    symbol, number = _solved(equality)
+    symbol, number = _solve(equality)
     if symbol is None or not number.is_Integer or not accepts({**hints, symbol: 1}):
         return equality
     return Or(equality, Eq(symbol, 1))
@@ -62,13 +62,13 @@ def is_multiple(equality: Any) -> bool:
     return bool(equality.has(Mod, PythonMod))
 
 
-def satisfying(equalities: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
+def satisfy(equalities: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     """Return sizes changed to satisfy equalities, as far as these determine a symbol."""
     fitted = dict(sizes)
     for _ in equalities:  # one change may affect the others
         for symbol, by in filter(None, map(_multiple, equalities)):
             fitted[symbol] = max(fitted[symbol] - fitted[symbol] % by, by)
-        for symbol, value in map(_solved, equalities):
+        for symbol, value in map(_solve, equalities):
             if symbol is not None and value.free_symbols <= fitted.keys():
                 fitted[symbol] = int(value.xreplace(fitted))
     return fitted
@@ -97,18 +97,18 @@ def _independent(equalities: Sequence[Any], hints: _Sizes) -> list[Any]:
     solved: dict[Any, Any] = {}
     for equality in equalities:
         rest = equality.xreplace(solved)
-        unsolved = any(_solved(other)[0] is None for other in independent)
-        if is_true(rest) or (unsolved and not any(_breaking(equality, independent, hints))):
+        unsolved = any(_solve(other)[0] is None for other in independent)
+        if is_true(rest) or (unsolved and not any(_sizes_that_break(equality, independent, hints))):
             continue
         independent.append(equality)
-        symbol, other = _solved(rest)
+        symbol, other = _solve(rest)
         if symbol is not None:
             solved = {each: value.xreplace({symbol: other}) for each, value in solved.items()}
             solved[symbol] = other
     return independent
 
 
-def _solved(equality: Any) -> tuple[Any, Any]:
+def _solve(equality: Any) -> tuple[Any, Any]:
     """Return a symbol and the expression it equals, or None twice if no side is a symbol."""
     for symbol, other in ((equality.lhs, equality.rhs), (equality.rhs, equality.lhs)):
         if symbol.is_Symbol and symbol not in other.free_symbols:
@@ -127,13 +127,15 @@ def _multiple(equality: Any) -> tuple[Any, int] | None:
     return None
 
 
-def _breaking(equality: Any, others: Sequence[Any], hints: _Sizes) -> Iterator[dict[Any, int]]:
+def _sizes_that_break(
+    equality: Any, others: Sequence[Any], hints: _Sizes
+) -> Iterator[dict[Any, int]]:
     """Yield sizes of at least 2 that break a equality and satisfy the others."""
     drawn = random.Random(0)
     count = 0
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in hints.items()}
-        sizes = satisfying(others, sizes)
+        sizes = satisfy(others, sizes)
         if _breaks(equality, others, sizes):
             yield sizes
             count += 1

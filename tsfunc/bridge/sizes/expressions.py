@@ -254,11 +254,11 @@ def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
     with torch._C._EnableTorchFunction():  # even if an operator's rule reads the node
-        return sympy_interp(_recorded(), proxies, expr).node
+        return sympy_interp(_number_recorder(), proxies, expr).node
 
 
 @functools.cache
-def _recorded() -> Any:
+def _number_recorder() -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     base: Any = PythonReferenceAnalysis
@@ -270,42 +270,42 @@ def _recorded() -> Any:
 
         @staticmethod
         def floor_to_int(x: Any, dtype: Any) -> Any:
-            return _called(math.floor, x)
+            return _record_call(math.floor, x)
 
         @staticmethod
         def ceil_to_int(x: Any, dtype: Any) -> Any:
-            return _called(math.ceil, x)
+            return _record_call(math.ceil, x)
 
         @staticmethod
         def trunc_to_int(x: Any, dtype: Any) -> Any:
-            return _called(math.trunc, x)
+            return _record_call(math.trunc, x)
 
         @staticmethod
         def round_to_int(x: Any, dtype: Any) -> Any:
-            return _called(round, x)
+            return _record_call(round, x)
 
         @staticmethod
         def round_decimal(x: Any, digits: int) -> Any:
-            return _called(round, x, digits)
+            return _record_call(round, x, digits)
 
         @staticmethod
         def floor(x: Any) -> Any:
-            return torch.sym_float(_called(math.floor, x))
+            return torch.sym_float(_record_call(math.floor, x))
 
         @staticmethod
         def ceil(x: Any) -> Any:
-            return torch.sym_float(_called(math.ceil, x))
+            return torch.sym_float(_record_call(math.ceil, x))
 
         @staticmethod
         def trunc(x: Any) -> Any:
-            return torch.sym_float(_called(math.trunc, x))
+            return torch.sym_float(_record_call(math.trunc, x))
 
     for name, function in RECORDED_FUNCTIONS.items():
-        setattr(NumberRecorder, name, staticmethod(functools.partial(_called, function)))
+        setattr(NumberRecorder, name, staticmethod(functools.partial(_record_call, function)))
     return NumberRecorder
 
 
-def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
+def _record_call(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
     """Record a function that needs a Python number; a node has no such number yet."""
     if isinstance(x, torch.fx.Proxy):
         return x.tracer.create_proxy("call_function", function, (x, *rest), {})

@@ -154,7 +154,8 @@ def as_fake(fake: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> t
     """Return a fake tensor for a tensor on ``meta``.
 
     FakeTensor's own constructor sets twenty attributes, one by one, to the same values for every
-    tensor of a mode. It runs once for each device, and further tensors get copies of these.
+    tensor of a mode. The constructor runs once for each device, and further tensors get copies of
+    these.
     """
     state = fake.__dict__  # the attributes of a LazyFakeMode are slower to read
     by_device: dict[torch.device, dict[str, Any]] = state.setdefault(_ATTRIBUTES, {})
@@ -532,7 +533,7 @@ class _Scale:
         if value.is_conj() or value.is_neg():
             raise _NotScalable
         small = [self._small[n] for n in value.shape]
-        strides, span = _rescaled(value.shape, value.stride(), small, gaps=True)
+        strides, span = _rescale_strides(value.shape, value.stride(), small, gaps=True)
         if span > _MOST_SCALED:
             raise _NotScalable
         return torch.zeros(span, dtype=value.dtype).as_strided(small, strides)
@@ -551,11 +552,11 @@ class _Scale:
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _NotScalable
         shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
-        strides, _ = _rescaled(value.shape, value.stride(), shape, gaps=False)
+        strides, _ = _rescale_strides(value.shape, value.stride(), shape, gaps=False)
         return Metadata(shape, strides, value.dtype)
 
 
-def _rescaled(
+def _rescale_strides(
     shape: Sequence[int], strides: Sequence[int], sizes: Sequence[int], *, gaps: bool
 ) -> tuple[list[int], int]:
     """Return the strides of other sizes in the same order, and the number of elements they span.
@@ -576,7 +577,9 @@ def _rescaled(
     return steps, other_step
 
 
-def _primal(overload: Any, rest: Any, keys: Any, dual: torch.Tensor, level: int) -> torch.Tensor:
+def _fake_primal(
+    overload: Any, rest: Any, keys: Any, dual: torch.Tensor, level: int
+) -> torch.Tensor:
     """Return the primal of a tensor that carries no tangents, as a fake one.
 
     The rules for fake tensors run below autograd, and print their arguments for messages, which
@@ -586,4 +589,4 @@ def _primal(overload: Any, rest: Any, keys: Any, dual: torch.Tensor, level: int)
     return primal
 
 
-on_first_level(register_kernels, "Meta", {"aten::_fw_primal": _primal})
+on_first_level(register_kernels, "Meta", {"aten::_fw_primal": _fake_primal})

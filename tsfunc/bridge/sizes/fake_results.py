@@ -46,7 +46,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import SymInt
 from torch._C import (
     DisableTorchFunction,
     _DisableTorchDispatch,
@@ -84,7 +83,7 @@ from tsfunc.bridge.sizes.strides import check_view, kernel_strides
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
-from tsfunc.bridge.tracers.user_queries import SYMBOLIC, defer_guards, suppress_guards
+from tsfunc.bridge.tracers.user_queries import SYMBOLIC, defer_guards, has_symbols, suppress_guards
 from tsfunc.dispatch.state import overriding
 from tsfunc.ops.registry import Args, Kwargs
 
@@ -105,15 +104,28 @@ def results_of(
         name: the name of the operator, which may have a rule in ``shape_rules``.
         writes: True if the operator writes to an argument.
     """
+    results = _by_kernel(fake, name, call, args, kwargs)
+    if results is NotImplemented:
+        return _by_rule(fake, name, call, writes, args, kwargs)
+    return results
+
+
+def _by_kernel(fake: FakeTensorMode, name: str, call: _Call, args: Args, kwargs: Kwargs) -> Any:
+    """Return the results of the operator's own kernel, at fixed sizes; else NotImplemented."""
+    if name in RULES_OF_FIXED_SIZES:
+        return NotImplemented
+    return results_of_fixed_sizes(fake, call, args, kwargs)
+
+
+def _by_rule(
+    fake: FakeTensorMode, name: str, call: _Call, writes: bool, args: Args, kwargs: Kwargs
+) -> Any:
+    """Return the results by a rule of this package, or by torch's rules for fake tensors."""
     env = fake.shape_env
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
     # rules, and a hit tests no condition and may be wrong.
     symbolic = env is not None and bool(symbols_among((args, kwargs)))
     keeps = name not in UNCACHED and not symbolic
-    if not symbolic and name not in RULES_OF_FIXED_SIZES:
-        results = results_of_fixed_sizes(fake, call, args, kwargs)
-        if results is not NotImplemented:
-            return results
     update_versions(args)
     if name in SHAPE_RULES:
         with _with_cache(fake, keeps):
@@ -389,10 +401,16 @@ class FakeCache:
         )  # fmt: skip
 
     def _compute(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
-        results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        call = self.fake, op.name, op.overload
+        results = _by_kernel(*call, args, kwargs)
+        of_kernel = results is not NotImplemented
+        if not of_kernel:
+            results = _by_rule(*call, op.writes, args, kwargs)
         if op.writes:
             for x in fakes_in((*args, *kwargs.values())):
                 x.__dict__.pop(_KNOWN, None)
+        if of_kernel:
+            return results
         check_view(op.name, args, results)
         several = isinstance(results, tuple | list)
         first = results[0] if several and results else results
@@ -488,7 +506,7 @@ class FakeCache:
         size = size if isinstance(size, int) else size.node.hint
         if size is None:  # it depends on data, and the sizes do not
             raise IncompleteMetadataError
-        symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
+        symbolic = has_symbols((*shape, *strides, offset))
         return _Result(
             source, same >= 0, shape, strides, offset, metadata.dtype, metadata.device,
             size // value.element_size(), symbolic,
@@ -513,7 +531,8 @@ class FakeCache:
         if result.is_source:
             return tensors[result.source]
         source = tensors[result.source] if result.source >= 0 else None
-        if not result.symbolic and (source is None or not _has_symbols(source)):
+        sizes = () if source is None else (*source.shape, *source.stride())
+        if not result.symbolic and not has_symbols(sizes):
             with _DisableTorchDispatch():
                 tensor = as_fake(self.fake, _of_fixed_sizes(result, source), result.device)
             if result.known is not None:
@@ -572,10 +591,6 @@ def _of_symbolic_sizes(result: _Result, source: torch.Tensor | None) -> torch.Te
     else:
         offset = memory.storage_offset() + offset
     return torch.as_strided(memory, result.shape, result.strides, offset)
-
-
-def _has_symbols(x: torch.Tensor) -> bool:
-    return any(type(size) is SymInt for size in (*x.shape, *x.stride()))
 
 
 def storage_address(value: torch.Tensor) -> int:

@@ -4,7 +4,8 @@ NOTE [sizes for C++]
 A level that records autograd runs composite operators in C++ (``torch.cov``, ``torch.gradient``).
 Some of their kernels read ``tensor.sizes()``, which C++ has as plain ints. If a size is symbolic,
 C++ calls ``aten::size`` or ``aten::stride`` on the tensor's class. The result is that of the call.
-It adds the guard that a size is equal to its number, like ``int(x.shape[0])`` in the user's code.
+The query adds the guard that a size is equal to its number, like ``int(x.shape[0])`` in the user's
+code.
 
 The kernels of ``upsample_*.vec`` only work out the sizes of the result, and call the operator that
 takes those. The same is done here with symbolic sizes, so that no guard is needed.

@@ -14,18 +14,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from tsfunc.bridge.sizes.shape_probe import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
-    has_symbols_in,
-    is_of_data,
-    known,
+    are_named,
     new_like,
     shape_rule,
     view_like,
 )
-from tsfunc.bridge.tracers.user_queries import suppress_guards
+from tsfunc.bridge.tracers.user_queries import statically_known_true, suppress_guards
 from tsfunc.ops.dims import dense_strides
 
 # Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
@@ -52,37 +48,35 @@ def reshape_copy_of(x: Any, shape: Sequence[Any]) -> Any:
 
 def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
     """Return a shape with its -1 filled in; None if torch has to report an error."""
-    if not has_symbols_in([*x.shape, *shape]):
-        return None
-    if any(isinstance(size, torch.SymInt) and is_of_data(size) for size in (*x.shape, *shape)):
+    if not are_named(*x.shape, *shape):
         return None
     left_out = [i for i, size in enumerate(shape) if type(size) is int and size == -1]
     sizes = [size for i, size in enumerate(shape) if i not in left_out]
-    if len(left_out) > 1 or not all(_holds(size >= 0) for size in sizes):
+    if len(left_out) > 1 or not all(_holds_or_guards(size >= 0) for size in sizes):
         return None
     count, rest = math.prod(x.shape), math.prod(sizes)
     if not left_out:
-        return list(shape) if _holds(count == rest) else None
+        return list(shape) if _holds_or_guards(count == rest) else None
     with suppress_guards(x.fake_mode):
         if not (rest > 0 and count % rest == 0):
             return None
-    if known(rest > 0) and len(symbols_among([count % rest])) == 1:
-        _holds(count % rest == 0)
+    if statically_known_true(rest > 0) and len(symbols_among([count % rest])) == 1:
+        _holds_or_guards(count % rest == 0)
     filled = list(shape)
     filled[left_out[0]] = count // rest
     return filled
 
 
-def _holds(constraint: Any) -> bool:
+def _holds_or_guards(constraint: Any) -> bool:
     """True if a constraint holds; unless it is known to hold, this adds a guard."""
-    return known(constraint) or bool(constraint)
+    return statically_known_true(constraint) or bool(constraint)
 
 
 def _is_in_order(x: Any) -> bool:
     """True if a tensor is known to be contiguous."""
     step: Any = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if not (known(size == 1) or known(stride == step)):
+        if not (statically_known_true(size == 1) or statically_known_true(stride == step)):
             return False
         step = step * size
     return True

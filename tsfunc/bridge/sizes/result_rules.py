@@ -19,9 +19,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
-from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
+from tsfunc.bridge.sizes.shape_rules import channels_last_order, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.schemas import overload_of
-from tsfunc.bridge.tracers.user_queries import suppress_guards, suppress_guards_of
+from tsfunc.bridge.tracers.user_queries import (
+    statically_known_true,
+    suppress_guards,
+    suppress_guards_of,
+)
 from tsfunc.ops.dims import wrap_dim
 
 
@@ -192,7 +196,7 @@ def _masked_select(x: Any, mask: Any) -> Any:
     """Return as many elements as the mask selects, a number that torch keeps with the mask."""
     if mask.fake_mode.shape_env is None or x.dim() != mask.dim():
         return NotImplemented
-    if not all(known(a == b) for a, b in zip(x.shape, mask.shape, strict=True)):
+    if not all(statically_known_true(a == b) for a, b in zip(x.shape, mask.shape, strict=True)):
         return NotImplemented
     return new_like(x, [mask.nonzero().shape[0]])
 
@@ -222,9 +226,9 @@ def _triu_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
 
 def _twice_triangular(size: Any) -> Any:
     """Return twice the sum 1 + 2 + ... + size, or 0 for a negative size."""
-    if known(size <= 0):
+    if statically_known_true(size <= 0):
         return 0
-    if not known(size >= -1):
+    if not statically_known_true(size >= -1):
         size = torch.sym_max(size, 0)
     return size * (size + 1)
 
@@ -258,15 +262,13 @@ def _istft(
     return new_like(x, [*x.shape[:-2], result_length], dtype)
 
 
-def _upsampled(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:
+def _upsample(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the spatial sizes from the arguments or from factors; keep the input's dim order."""
     if all(isinstance(size, int) and size for size in x.shape):
         return NotImplemented
     factors = kwargs.get("scale_factors") or args[-1] if output_size is None else None
     shape = [*x.shape[:2], *upsampled_sizes(x, output_size, factors)]
-    spatial = range(2, x.dim())
-    last = x.dim() > 3 and known(x.stride(1) == 1) and not known(x.shape[1] == 1)
-    return new_like(x, shape, order=[0, *spatial, 1] if last else [])
+    return new_like(x, shape, order=channels_last_order(x, x.dim() - 2))
 
 
 for _kind in ("nearest{}d", "nearest_exact{}d", "linear1d", "bilinear2d", "trilinear3d",
@@ -274,7 +276,7 @@ for _kind in ("nearest{}d", "nearest_exact{}d", "linear1d", "bilinear2d", "trili
     for _rank in (1, 2, 3) if "{}" in _kind else (0,):
         for _start in ("upsample_", "_upsample_"):
             _name = _start + _kind.format(_rank)
-            shape_rule(_name, f"{_name}.vec")(_upsampled)
+            shape_rule(_name, f"{_name}.vec")(_upsample)
 
 
 def _batch_norm(name: str, training: int | None) -> Any:

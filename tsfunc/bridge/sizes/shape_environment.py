@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tsfunc._lazy import load, uninterrupted
+from tsfunc._lazy import call_uninterrupted, load
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.user_code import Location, user_location
@@ -69,7 +69,7 @@ def environment_class() -> Any:
                 super().__init__, duck_shape=False, allow_scalar_outputs=True,
                 allow_dynamic_output_shape_ops=True,
             )  # fmt: skip
-            uninterrupted(start)  # the first one imports hundreds of modules
+            call_uninterrupted(start)  # the first one imports hundreds of modules
             self.symbols = symbols
             self.guard_origins: list[tuple[Location, bool, bool]] = []
             self.reasons: dict[Location, str] = {}

@@ -44,14 +44,14 @@ def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
                 return None
             fitted.append(leaf)
             continue
-        like = _fitted([column[i] for column in columns], points, atoms, fake)
+        like = _fit_tensor([column[i] for column in columns], points, atoms, fake)
         if like is None:
             return None
         fitted.append(like)
     return optree.tree_unflatten(tree, fitted)
 
 
-def _fitted(
+def _fit_tensor(
     samples: Sequence[torch.Tensor],
     points: Sequence[Mapping[Any, int]],
     atoms: Sequence[Any],

@@ -16,7 +16,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required, satisfying
+from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required_equalities, satisfy
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 
 _TRIES = 8  # the number of accepted other sizes at which results are compared
@@ -56,7 +56,7 @@ class ShapeProbe:
 
     def keep_required(self, conditions: Sequence[Any]) -> None:
         """Restrict other sizes to those that satisfy the equalities which the operator needs."""
-        self.needed = required(conditions, self.hints, self.accepts)
+        self.needed = required_equalities(conditions, self.hints, self.accepts)
 
     def guard_required(self, multiples: bool) -> None:
         """Add guards for the needed equalities to the trace.
@@ -111,7 +111,7 @@ class ShapeProbe:
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         hints = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **hints}.items()}
-        return satisfying(self.needed, within)
+        return satisfy(self.needed, within)
 
     def _within(self, symbol: Any, size: Any) -> Any:
         bounds = self.env.var_to_range[symbol]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
-from tsfunc.bridge.tracers.user_queries import suppress_guards
+from tsfunc.bridge.tracers.user_queries import has_symbols, statically_known_true, suppress_guards
 from tsfunc.ops.dims import dense_strides, memory_span, wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
@@ -67,6 +67,16 @@ def new_like(
         return torch.empty_strided(
             shape, dense_strides(shape, order), dtype=dtype or x.dtype, device=x.device
         )
+
+
+def channels_last_order(x: Any, dims: int) -> Sequence[int]:
+    """Return the memory order of a result with ``dims`` dims after the channels.
+
+    The result is channels last if the input is; otherwise it has no order of its own.
+    """
+    if dims == 1 or x.dim() != dims + 2 or not statically_known_true(x.stride(1) == 1):
+        return ()
+    return () if statically_known_true(x.shape[1] == 1) else [0, *range(2, x.dim()), 1]
 
 
 @shape_rule("_new_zeros_with_same_feature_meta")
@@ -146,10 +156,9 @@ def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) 
     """``aten::diagonal``: its length is limited by both dims."""
     dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
     rows, columns = x.shape[dim1], x.shape[dim2]
-    symbolic = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
-    if not symbolic or dim1 == dim2 or any(map(is_of_data, symbolic)):
+    if dim1 == dim2 or not are_named(rows, columns, offset):
         return NotImplemented
-    below = known(offset < 0) or not (known(offset >= 0) or offset >= 0)
+    below = _is_negative(offset)
     count = _at_least_0(_least(rows + offset, columns) if below else _least(rows, columns - offset))
     strides = x.stride()
     start = -offset * strides[dim1] if below else offset * strides[dim2]
@@ -168,8 +177,7 @@ def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
     if not x.dim():
         return NotImplemented
     dim = wrap_dim(dimension, x.dim())
-    symbolic = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
-    if not symbolic or any(map(is_of_data, symbolic)):
+    if not are_named(x.shape[dim], size, step):
         return NotImplemented
     shape, strides = list(x.shape), list(x.stride())
     shape[dim] = (shape[dim] - size) // step + 1
@@ -195,14 +203,10 @@ shape_rule("diagonal_copy")(copying_rule(diagonal_of))
 shape_rule("unfold_copy")(copying_rule(unfold_of))
 
 
-def has_symbols_in(sizes: Sequence[Any]) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
 @shape_rule("resize_")
 def resize(x: Any, size: Sequence[Any], memory_format: Any = None) -> Any:
     """Resize a tensor in place to symbolic sizes, which C++ supports only for plain sizes."""
-    if memory_format is not None or not has_symbols_in([*x.shape, *size]):
+    if memory_format is not None or not has_symbols([*x.shape, *size]):
         return NotImplemented
     take_sizes(x, new_like(x, size))
     return x
@@ -219,6 +223,12 @@ def take_sizes(x: torch.Tensor, other: torch.Tensor) -> None:
         x.data = other
 
 
+def are_named(*sizes: Any) -> bool:
+    """True if some sizes are symbolic, and none depends on data."""
+    symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+    return bool(symbolic) and not any(map(is_of_data, symbolic))
+
+
 def is_of_data(size: torch.SymInt) -> bool:
     env = size.node.shape_env
     return any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
@@ -228,22 +238,21 @@ def _slice_position(bound: Any, size: Any) -> Any:
     """Return the position of a slice bound, counted from the front."""
     if type(bound) is int and bound >= sys.maxsize:
         return size
-    if known(bound >= 0) or not (known(bound < 0) or bound < 0):
-        return _least(bound, size)
-    return _at_least_0(bound + size)
+    return _at_least_0(bound + size) if _is_negative(bound) else _least(bound, size)
+
+
+def _is_negative(number: Any) -> bool:
+    """True if a number is negative; adds a guard unless this is known."""
+    if statically_known_true(number < 0):
+        return True
+    return not statically_known_true(number >= 0) and bool(number < 0)
 
 
 def _least(one: Any, other: Any) -> Any:
-    if known(one <= other):
+    if statically_known_true(one <= other):
         return one
-    return other if known(other <= one) else torch.sym_min(one, other)
+    return other if statically_known_true(other <= one) else torch.sym_min(one, other)
 
 
 def _at_least_0(value: Any) -> Any:
-    return value if known(value >= 0) else torch.sym_max(value, 0)
-
-
-def known(fact: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
+    return value if statically_known_true(value >= 0) else torch.sym_max(value, 0)

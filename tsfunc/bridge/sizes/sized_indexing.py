@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.tracers.user_queries import has_symbols
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
 
@@ -26,21 +27,17 @@ def is_traced_here() -> bool:
 
 def depends_on_sizes(x: torch.Tensor, items: Sequence[Any]) -> bool:
     """True if an index has symbolic numbers, or takes parts of a tensor with symbolic sizes."""
-    named = any(isinstance(size, torch.SymInt) for size in x.shape)
+    named = has_symbols(x.shape)
     return any(
         isinstance(item, torch.SymInt)
         or (named and type(item) is int)
-        or (_is_part(item) and (named or _has_symbols(item)))
+        or (_is_part(item) and (named or has_symbols((item.start, item.stop))))
         for item in items
     ) and all(_is_served(item) for item in items)
 
 
 def _is_part(item: Any) -> bool:
     return isinstance(item, slice) and not (item.start is item.stop is None)
-
-
-def _has_symbols(item: slice) -> bool:
-    return any(isinstance(bound, torch.SymInt) for bound in (item.start, item.stop))
 
 
 def _is_served(item: Any) -> bool:

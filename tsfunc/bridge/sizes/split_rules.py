@@ -12,15 +12,9 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.shape_environment import count_of
-from tsfunc.bridge.sizes.shape_rules import copying_rule, is_of_data, known, shape_rule, view_like
-from tsfunc.bridge.tracers.user_queries import suppress_guards
+from tsfunc.bridge.sizes.shape_rules import are_named, copying_rule, shape_rule, view_like
+from tsfunc.bridge.tracers.user_queries import statically_known_true, suppress_guards
 from tsfunc.ops.dims import wrap_dim
-
-
-def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
-    """True if there are symbolic sizes, and none depends on data."""
-    symbolic = [size for size in (*x.shape, *numbers) if isinstance(size, torch.SymInt)]
-    return bool(symbolic) and x.dim() > 0 and not any(map(is_of_data, symbolic))
 
 
 def _split_views(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
@@ -37,7 +31,7 @@ def _split_views(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torc
 @shape_rule("unbind.int")
 def unbind_of(x: torch.Tensor, dim: int = 0) -> Any:
     """``aten::unbind``: one part per element of the dim."""
-    if not _is_served(x):
+    if not x.dim() or not are_named(*x.shape):
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     return [
@@ -53,7 +47,9 @@ def _without(values: Sequence[Any], dim: int) -> list[Any]:
 @shape_rule("split.Tensor", "unsafe_split.Tensor")
 def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
     """``aten::split``: parts of one length, except for the last."""
-    if not _is_served(x, split_size) or (type(split_size) is int and split_size < 1):
+    if not x.dim() or not are_named(*x.shape, split_size):
+        return NotImplemented
+    if type(split_size) is int and split_size < 1:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
@@ -68,7 +64,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     There are exactly ``chunks`` parts if the dim divides evenly or is longer than ``(chunks - 1)
     ** 2``, which is tested first; for a smaller dim the number of parts is guarded.
     """
-    if not _is_served(x) or type(chunks) is not int or chunks < 1:
+    if not x.dim() or not are_named(*x.shape) or type(chunks) is not int or chunks < 1:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
@@ -77,7 +73,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     goes_evenly, is_long = size % chunks == 0, size > (chunks - 1) ** 2
     with suppress_guards(x.fake_mode):
         in_call = bool(goes_evenly), bool(is_long)
-    if known(goes_evenly) or (in_call == (True, False) and goes_evenly):
+    if statically_known_true(goes_evenly) or (in_call == (True, False) and goes_evenly):
         return _split_views(x, dim, [size // chunks] * chunks)
     length = (size + (chunks - 1)) // chunks
     if in_call[1] and is_long:
@@ -88,7 +84,9 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
 @shape_rule("tensor_split.sections")
 def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
     """``aten::tensor_split``: ``sections`` parts; the first ones may be longer by one."""
-    if not _is_served(x, sections) or (type(sections) is int and sections < 1):
+    if not x.dim() or not are_named(*x.shape, sections):
+        return NotImplemented
+    if type(sections) is int and sections < 1:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     size, count = x.shape[dim], count_of(sections)

@@ -11,9 +11,9 @@ schema, and becomes ``torch.full``.
 NOTE [functions of math]
 ``math.cos`` is written in C and needs the value of a symbolic number, which would be a constant of
 the program. While a function is traced, the module ``math`` has functions that return a symbolic
-number for one, and the module's result for any other number. They equal the functions that they
-replace, so that guards on members of ``math`` hold on other threads. Only numbers that are inputs
-are treated so: the functions of named dims stay as they are.
+number for one, and the module's result for any other number. The replacements equal the functions
+that they replace, so that guards on members of ``math`` hold on other threads. Only numbers that
+are inputs are treated so: the functions of named dims stay as they are.
 
 NOTE [lookups of numbers]
 ``epoch in milestones`` and ``rates[epoch]`` look for a number among the keys of a dict or a set. A
@@ -96,13 +96,17 @@ def call_past_parser(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> An
     packet = func if isinstance(func, OpOverloadPacket) else _packet(func)
     if packet is None:
         return NotImplemented
-    overload = overload_for(packet, _hinted(args), {k: _hinted([v])[0] for k, v in kwargs.items()})
+    overload = overload_for(
+        packet, _replace_by_hints(args), {k: _replace_by_hints([v])[0] for k, v in kwargs.items()}
+    )
     if overload is None:
         return NotImplemented
     if packet is not func and not _takes_plain_int(overload, args, kwargs):
         return NotImplemented
     try:
-        return _called(overload, _as_lists(args), {k: _as_lists([v])[0] for k, v in kwargs.items()})
+        return _call_overload(
+            overload, _as_lists(args), {k: _as_lists([v])[0] for k, v in kwargs.items()}
+        )
     except Exception:  # the parser reports the error, if there is one
         return NotImplemented
 
@@ -132,7 +136,7 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(value) if isinstance(value, bool | int | float | complex) else value
 
 
-def _called(overload: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def _call_overload(overload: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     op = operator_of(overload)
     level = innermost_level((*args, *kwargs.values()))
     if level is not None and (level.autograd or _any_hooked((*args, *kwargs.values()))):
@@ -170,10 +174,10 @@ def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
     return packet if isinstance(packet, OpOverloadPacket) else None
 
 
-def _hinted(values: Sequence[Any]) -> list[Any]:
+def _replace_by_hints(values: Sequence[Any]) -> list[Any]:
     """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
     return [
-        type(value)(_hinted(value)) if type(value) in LISTS
+        type(value)(_replace_by_hints(value)) if type(value) in LISTS
         else _hint(value) if type(value) in PYTHON_TYPES
         else value
         for value in values
@@ -191,7 +195,7 @@ _DATA_STAND_IN = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 def _takes_plain_int(overload: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     """True if a symbolic int is given for a plain int argument."""
     return any(
-        has_symbols([args[i] if i < len(args) else kwargs.get(name)], {})
+        has_symbols([args[i] if i < len(args) else kwargs.get(name)])
         for i, name in _plain_ints(overload)
     )
 
@@ -241,7 +245,7 @@ def _has_floats(values: Sequence[Any]) -> bool:
 # --- nodes of sizes, and Python's functions of symbolic numbers
 
 
-def divided(node: torch.fx.Node, step: int) -> torch.fx.Node:
+def divided_node(node: torch.fx.Node, step: int) -> torch.fx.Node:
     """Return the node of a number divided by a step, rounded down."""
     if step == 1:
         return node

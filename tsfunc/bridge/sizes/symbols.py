@@ -1,7 +1,7 @@
 """Symbolic sizes: one symbol for each named dim and each size that depends on data.
 
-torch's ShapeEnv does the algebra (``shape_environment``). Its modules import sympy, which takes
-half a second, so this file imports them when a symbol is first made.
+torch's ShapeEnv does the algebra (``shape_environment``). The modules of ShapeEnv import sympy,
+which takes half a second, so this file imports them when a symbol is first made.
 
 NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from tsfunc._lazy import uninterrupted
+from tsfunc._lazy import call_uninterrupted
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.shape_environment import (
@@ -42,7 +42,7 @@ from tsfunc.bridge.sizes.shape_environment import (
     scoped_constraints,
     source_called,
 )
-from tsfunc.bridge.sizes.symbolic_numbers import divided
+from tsfunc.bridge.sizes.symbolic_numbers import divided_node
 from tsfunc.bridge.tracers.user_queries import PYTHON_TYPES
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
@@ -181,7 +181,7 @@ class Symbols:
             self._env.create_symbol, hint, source=source, dynamic_dim=DimDynamic.DYNAMIC,
             constraint_dim=None, do_not_specialize_zero_one=step > 1,
         )  # fmt: skip
-        symbol = uninterrupted(create)  # the first one imports hundreds of modules
+        symbol = call_uninterrupted(create)  # the first one imports hundreds of modules
         most = dim.max if dim.max is not None else 1 << 62
         low = min(-(-max(2, dim.min or 2) // step), hint)
         self._env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=most // step)
@@ -509,7 +509,7 @@ class Symbols:
         sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
         values = {s: self._definitions[s] for s in expr.free_symbols - sized}
         for symbol in sized:
-            values[symbol] = divided(self._inputs[self._names[symbol]], self._steps[symbol])
+            values[symbol] = divided_node(self._inputs[self._names[symbol]], self._steps[symbol])
         node = self.write(self.graph, expr, values)
         if expr.free_symbols == sized:
             node.meta["value"] = self._evaluator(expr)

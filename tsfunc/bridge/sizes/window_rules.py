@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule
+from tsfunc.bridge.sizes.shape_rules import channels_last_order, new_like, shape_rule
+from tsfunc.bridge.tracers.user_queries import has_symbols
 
 
 def _average_pool(dims: int) -> Callable[..., Any]:
@@ -22,8 +23,10 @@ def _average_pool(dims: int) -> Callable[..., Any]:
         x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
         count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Any:  # fmt: skip
-        shape = _pooled(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, 1)
-        return NotImplemented if shape is None else new_like(x, shape, order=_order(x, dims))
+        shape = _pooled_shape(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, 1)
+        if shape is None:
+            return NotImplemented
+        return new_like(x, shape, order=channels_last_order(x, dims))
 
     return rule
 
@@ -35,13 +38,14 @@ def _max_pool(dims: int, *, with_indices: bool) -> Callable[..., Any]:
         x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
         ceil_mode: bool = False,
     ) -> Any:  # fmt: skip
-        shape = _pooled(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, dilation)
+        shape = _pooled_shape(
+            x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, dilation
+        )
         if shape is None:
             return NotImplemented
-        values = new_like(x, shape, order=_order(x, dims))
-        return (
-            (values, new_like(x, shape, torch.int64, _order(x, dims))) if with_indices else values
-        )
+        order = channels_last_order(x, dims)
+        values = new_like(x, shape, order=order)
+        return (values, new_like(x, shape, torch.int64, order)) if with_indices else values
 
     return rule
 
@@ -54,26 +58,18 @@ for _dims in (1, 2, 3):
 
 @shape_rule("im2col")
 def _patches(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    if not _is_symbolic(kernel_size, dilation, padding, stride) or x.dim() not in (3, 4):
+    if not has_symbols((kernel_size, dilation, padding, stride)) or x.dim() not in (3, 4):
         return NotImplemented
     counts = _counts(x.shape[-2:], kernel_size, stride, padding, dilation)
     values = x.shape[-3] * math.prod(_per_dim(kernel_size, 2))
     return new_like(x, [*x.shape[:-3], values, math.prod(counts)])
 
 
-def _pooled(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | None:
+def _pooled_shape(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | None:
     """Return the shape of a pooled tensor; None to use torch's rule."""
-    if not _is_symbolic(*window) or ceil_mode or x.dim() not in (dims + 1, dims + 2):
+    if not has_symbols(window) or ceil_mode or x.dim() not in (dims + 1, dims + 2):
         return None
     return [*x.shape[:-dims], *_counts(x.shape[-dims:], *window)]
-
-
-def _is_symbolic(*window: Any) -> bool:
-    return any(
-        isinstance(size, torch.SymInt)
-        for extent in window
-        for size in (extent if isinstance(extent, list | tuple) else (extent,))
-    )
 
 
 def _counts(
@@ -91,10 +87,3 @@ def _per_dim(value: Any, dims: int) -> Sequence[Any]:
     """Return an argument for each dim; torch accepts one value for all dims."""
     numbers = [*value] if isinstance(value, list | tuple) else [value]
     return numbers * dims if len(numbers) == 1 else numbers
-
-
-def _order(x: Any, dims: int) -> Sequence[int]:
-    """Return the memory order of the result's dims: channels last if the input is."""
-    if dims == 1 or x.dim() != dims + 2 or not known(x.stride(1) == 1) or known(x.shape[1] == 1):
-        return ()
-    return [0, *range(2, x.dim()), 1]

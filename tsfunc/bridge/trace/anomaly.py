@@ -1,8 +1,8 @@
 """torch's anomaly mode in traces: the checks for NaN become checks of the program.
 
 In anomaly mode the autograd engine checks after each backward formula whether its results contain
-NaN. A trace has no data for this check. It records an assertion instead, which raises torch's error
-when the program runs, with the user's line of the forward call.
+NaN. A trace has no data for this check. A trace records an assertion instead, which raises torch's
+error when the program runs, with the user's line of the forward call.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """The compilers of a program's graph: torch's backends, called without Dynamo.
 
 NOTE [loops in Inductor]
-Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and stores each carry with the
-layout of its initial value. This requires two things of a program's graph, and of the graphs that
+Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and stores each carry with the layout
+of its initial value. The rewriting requires two things of a program's graph, and of the graphs that
 AOTAutograd makes of its derivatives: an initial value must not be an expanded tensor, whose
 storage is smaller than a new carry; and each symbol in the sizes of stacked results must be an
 operand, or the length of the loop. :class:`PrepareLoops` ensures both.
 
 NOTE [compiled code on disk]
 torch keeps the code that Inductor made in a directory (``TORCHINDUCTOR_CACHE_DIR``), and finds it
-by the graph and the settings, in later processes too. It does so only if a tracing context has the
-``ShapeEnv`` of the sample inputs, which are therefore fake tensors. Two kinds of graphs are
-compiled without such a context. In a graph with an exchange between ranks, a decomposition of this
-package replaces the exchange by that of a rank, and torch's key does not contain decompositions.
-The other kind is a graph that computes numbers (NOTE [loops in Inductor]).
+by the graph and the settings, in later processes too. Inductor stores code only if a tracing
+context has the ``ShapeEnv`` of the sample inputs, which are therefore fake tensors. Two kinds of
+graphs are compiled without such a context. In a graph with an exchange between ranks, a
+decomposition of this package replaces the exchange by that of a rank, and torch's key does not
+contain decompositions. The other kind is a graph that computes numbers (NOTE [loops in Inductor]).
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ def inductor(
         table = {**select_decomp_table(), **decompositions}
     compiler = functools.partial(compile_fx, config_patches=patches, decompositions=table)
     if _has_numbers(module) or table is not None:
-        return _compiled(compiler, module, samples)
+        return _run_backend(compiler, module, samples)
     mode, fakes = _as_fakes(samples)
     with tracing(TracingContext(mode)):
-        return _compiled(compiler, module, fakes)
+        return _run_backend(compiler, module, fakes)
 
 
-def _compiled(backend: Any, module: torch.fx.GraphModule, samples: Sequence[torch.Tensor]) -> Any:
+def _run_backend(
+    backend: Any, module: torch.fx.GraphModule, samples: Sequence[torch.Tensor]
+) -> Any:
     """Return the result of a torch backend for a module."""
     if _has_numbers(module):
         samples = _with_numbers(samples)
@@ -161,7 +163,7 @@ def find_backend(name: str) -> Backend:
             f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
             f"and example inputs, or one of {names}"
         ) from None
-    return functools.partial(_compiled, backend)
+    return functools.partial(_run_backend, backend)
 
 
 def can_run_compiled(tensors: Sequence[torch.Tensor]) -> bool:

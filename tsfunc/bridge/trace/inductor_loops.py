@@ -124,7 +124,7 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
         at: the index of the argument with the operands of each call of the body.
     """
     args: Any = loop.args
-    symbols = {number.node.expr for number in _numbers(args)}
+    symbols = {number.node.expr for number in _symints_among(args)}
     results = [
         size for size in _sizes_of_values(loop.meta["val"]) if isinstance(size, torch.SymInt)
     ]
@@ -146,7 +146,7 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
     body.recompile()
 
 
-def _numbers(args: Any) -> Iterator[torch.SymInt]:
+def _symints_among(args: Any) -> Iterator[torch.SymInt]:
     nodes: list[torch.fx.Node] = []
     torch.fx.node.map_arg(args, nodes.append)
     for node in nodes:

@@ -307,13 +307,13 @@ def _operands_of(node: torch.fx.Node) -> Sequence[Any]:
     return node.args[:count]
 
 
-def _divided(a: Any, b: Any) -> Any:
+def _divide(a: Any, b: Any) -> Any:
     if not statically_known_true(b != 0):
         raise _Unknown
     return a // b
 
 
-def _truncated(a: Any, b: Any) -> Any:
+def _divide_truncating(a: Any, b: Any) -> Any:
     if not (statically_known_true(a >= 0) and statically_known_true(b > 0)):
         raise _Unknown
     return a // b
@@ -349,8 +349,8 @@ _REARRANGEMENTS: Final = frozenset({
 _ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "mul": operator.mul,
     "neg": operator.neg,
-    "floor_divide": _divided,
-    "trunc_divide": _truncated,
+    "floor_divide": _divide,
+    "trunc_divide": _divide_truncating,
     "remainder": _remainder,
     "minimum": torch.sym_min,
     "maximum": torch.sym_max,

@@ -67,7 +67,7 @@ def _refuse(value: OpaqueValue, use: str) -> NoReturn:
     )
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _refuse_attribute(name: str) -> Callable[..., NoReturn]:
     def method(self: OpaqueValue, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self, name)
 
@@ -87,7 +87,7 @@ for _name in (
     *(f"__{prefix}{word}__" for word in _BINARY.split() for prefix in ("", "r", "i")),
     *(f"__{word}__" for word in _OTHERS.split()),
 ):
-    setattr(OpaqueValue, _name, _refusing(_name))
+    setattr(OpaqueValue, _name, _refuse_attribute(_name))
 
 
 def without_opaque_values(tree: Any) -> Any:

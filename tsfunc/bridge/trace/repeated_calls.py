@@ -281,16 +281,18 @@ class RepeatedCalls:
         nodes = [x.node for x in operands]
         arguments = [*args]
         for i in filled:
-            arguments[i] = _filled(args[i], nodes)
-        named = {name: _filled(arg, nodes) for name, arg in kwargs.items()} if kwargs else kwargs
+            arguments[i] = _fill_operands(args[i], nodes)
+        named = (
+            {name: _fill_operands(arg, nodes) for name, arg in kwargs.items()} if kwargs else kwargs
+        )
         tracks = True in [operands[i].tracks for i in positions]
         guard = level.guard() if dispatched else level.torch_state.keys()
         with guard, DisableTorchFunction():
             values = self._results.made(described, [x.value for x in operands])
             node, out = self._record(op, arguments, named, values, tracks, level)
         if self._watched is not None:
-            args = [_filled(arg, operands) for arg in args]
-            kwargs = {name: _filled(arg, operands) for name, arg in kwargs.items()}
+            args = [_fill_operands(arg, operands) for arg in args]
+            kwargs = {name: _fill_operands(arg, operands) for name, arg in kwargs.items()}
             self._watched.append(RecordedCall(op, args, kwargs, node, out))
         return out if container is None else container(out)
 
@@ -332,11 +334,11 @@ def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     return arg
 
 
-def _filled(arg: Any, operands: Sequence[Any]) -> Any:
+def _fill_operands(arg: Any, operands: Sequence[Any]) -> Any:
     """Return an argument of an operator with the tensors of a call, or their nodes, filled in."""
     kind = type(arg)
     if kind is _Operand:
         return operands[arg.position]
     if kind is list or kind is tuple:
-        return kind([_filled(item, operands) for item in arg])
+        return kind([_fill_operands(item, operands) for item in arg])
     return arg

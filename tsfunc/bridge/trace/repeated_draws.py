@@ -15,7 +15,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.replay import keeps_draws, replayed
+from tsfunc.bridge.tracers.replay import keeps_draws, replay_object
 from tsfunc.bridge.tracers.torch_settings import note_draw
 from tsfunc.ops.registry import Args, Kwargs
 
@@ -48,7 +48,7 @@ def draw_once(
         drawn.append(record(op, args, kwargs, trace))
         return pytrees.tree_map(copied, drawn[0])
 
-    copies = replayed(first, lambda copies: True, trace)
+    copies = replay_object(first, lambda copies: True, trace)
     if drawn:
         return drawn[0]
     if op.writes:

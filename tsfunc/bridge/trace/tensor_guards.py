@@ -422,7 +422,7 @@ def offset_outside(x: Any) -> int:
     return 0
 
 
-def hashed(self: Any) -> int:
+def hash_of(self: Any) -> int:
     """Implement ``hash(x)`` of a traced tensor."""
     guards = _guards_of(self)
     if guards is not None:

@@ -30,7 +30,7 @@ def exported_by_torch(
     Args:
         dynamic_shapes: the dynamic shapes by parameter, in torch.export's format.
     """
-    with _oblivious():
+    with _size_oblivious():
         exported = torch.export.export(
             module, tuple(args), dict(kwargs), dynamic_shapes=dict(dynamic_shapes),
             prefer_deferred_runtime_asserts_over_guards=True,
@@ -42,7 +42,7 @@ class _Exported(torch.export.ExportedProgram):
     """An exported program whose decompositions set ``backed_size_oblivious`` too."""
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
-        with _oblivious():
+        with _size_oblivious():
             return _oblivious_too(super().run_decompositions(*args, **kwargs))
 
 
@@ -51,7 +51,7 @@ def _oblivious_too(program: torch.export.ExportedProgram) -> torch.export.Export
     return program
 
 
-def _oblivious() -> AbstractContextManager[None]:
+def _size_oblivious() -> AbstractContextManager[None]:
     """Return a context in which torch adds few guards: NOTE [guards of torch.export]."""
     from torch.fx.experimental import _config
 

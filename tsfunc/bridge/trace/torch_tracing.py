@@ -5,7 +5,7 @@ control-flow operators, and traces the derivatives into further ones.
 
 NOTE [emulated views]
 torch differentiates the bodies of its loops with each view replaced by a copy (``expand_copy`` for
-``expand``). Its shape rules for these copies reject symbolic sizes, or specialize them. Therefore
+``expand``). The shape rules for these copies reject symbolic sizes, or specialize them. Therefore
 an emulated view gets the shape of the view while this module or a backend traces.
 """
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import new_fake
 from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, fixed_metadata, results_of
-from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
+from tsfunc.bridge.sizes.shape_rules import take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
@@ -44,7 +44,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     contiguous,
     dict_of,
     forwards_query,
-    hashed,
+    hash_of,
     offset,
     set_class,
     stride,
@@ -318,7 +318,7 @@ class TraceTracer(Tracer):
 
     __class__ = property(class_of, set_class)
     __dict__ = property(dict_of)
-    __hash__ = hashed
+    __hash__ = hash_of
 
     def is_from_outside(self) -> bool:
         return self.node.op != "call_function"
@@ -394,7 +394,7 @@ def traced_as(
         metadata = fixed_metadata(value)
         if metadata is not None:
             tracer = TraceTracer.of_metadata(metadata, value.storage_offset(), level)
-        elif has_symbols(value.shape, {}):
+        elif has_symbols(value.shape):
             tracer = tracer_copy(TraceTracer, value, level, level.results.metadata, level.originals)
         if tracer is None:
             with suppress_guards(level.fake):  # strides and offsets may be symbolic
@@ -439,7 +439,7 @@ def record_call(
     if op.inplace and isinstance(results, torch.Tensor):
         recorded = _record_write(op, args, kwargs, node, level, tracks and any_tracks)
     else:
-        recorded = _traced(results, node, level, tracks and any_tracks)
+        recorded = _wrap_results(results, node, level, tracks and any_tracks)
     if fresh:
         _register_symbols(recorded, node, level, fresh)
     level.repeated.note(RecordedCall(op, args, kwargs, node, recorded))
@@ -458,7 +458,7 @@ def record_on_nodes(
     """
     tracks = torch.is_grad_enabled()
     node = _record_node(op, args, kwargs, tracks, level)
-    return node, _traced(results, node, level, tracks and any_tracks)
+    return node, _wrap_results(results, node, level, tracks and any_tracks)
 
 
 _CALLERS: Final = 5  # the functions of this package between a call of torch and `level.record`
@@ -502,13 +502,13 @@ def _record_write(
     first = args[0] if is_of_level else level.lift(args[0])
     first.tracks = first.tracks or tracks
     node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
-    if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
+    if op.reshapes and has_symbols((*first.shape, *first.value.shape)):
         take_sizes(first, TraceTracer.make(first.value, level))
         return args[0]
     return op.written_argument(args, kwargs)
 
 
-def _traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
+def _wrap_results(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
     """Return results as tracers, also in nested lists; several results are items of the node."""
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
@@ -518,7 +518,7 @@ def _traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) 
     for i, item in enumerate(results):
         nested = isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item)
         if nested or isinstance(item, torch.Tensor):
-            item = _traced(item, _item(node, i, level), level, tracks)
+            item = _wrap_results(item, _item(node, i, level), level, tracks)
         recorded.append(item)
     return type(results)(recorded)
 

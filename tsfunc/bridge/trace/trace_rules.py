@@ -58,7 +58,7 @@ def _new_tensor(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     like, data = args
     options = {"dtype": like.dtype, "device": like.device, **kwargs}
-    if has_symbols([data], {}):
+    if has_symbols([data]):
         return call_past_parser(torch.tensor, (data,), options)
     if not isinstance(data, torch.Tensor):
         return torch.tensor(data, **options)

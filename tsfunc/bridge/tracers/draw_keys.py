@@ -212,7 +212,7 @@ def merge_draw_counts(
     set_draw_counts(merged)
 
 
-def counted(func: Callable[..., Any], first: int = 0) -> Callable[..., tuple[Any, DrawCounts]]:
+def count_draws(func: Callable[..., Any], first: int = 0) -> Callable[..., tuple[Any, DrawCounts]]:
     """Return a function that also returns the numbers of draws after its call.
 
     The caller sets them, if the call is what happens to all examples.

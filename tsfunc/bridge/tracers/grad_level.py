@@ -70,7 +70,7 @@ def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:
     return tracer
 
 
-def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
+def unwrap_at_level(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
     """Return the value inside a tracer of the level; other tensors are returned unchanged."""
     if isinstance(value, GradTracer) and value.dispatch_level is level:
         return value.value
@@ -106,7 +106,7 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     assert isinstance(level, GradLevel)
 
     def inner(value: Any) -> Any:
-        return unwrapped(value, level) if isinstance(value, torch.Tensor) else value
+        return unwrap_at_level(value, level) if isinstance(value, torch.Tensor) else value
 
     def outer(value: Any) -> Any:
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value

@@ -339,9 +339,9 @@ def _select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
 def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     """Return the fastest callable that runs an overload on these arguments.
 
-    torch's Python functions parse arguments in half the time of an overload's own parser. They
-    also accept deprecated argument orders, so calls with numbers at tensor positions of these
-    orders use the overload. ``OpOverload._op`` is its C++ callable.
+    torch's Python functions parse arguments in half the time of an overload's own parser. These
+    functions also accept deprecated argument orders, so calls with numbers at tensor positions of
+    these orders use the overload. ``OpOverload._op`` is its C++ callable.
     """
     overload = op.overload
     function, reduction = python_function(op)

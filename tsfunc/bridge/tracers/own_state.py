@@ -2,7 +2,8 @@
 
 ``functional_call`` gives a module other parameters for a call, and restores its own. A recurrent
 module keeps lists of its weights besides: it notices the first change in its forward pass, and
-rebuilds its lists. It does not notice the second change, and would keep the weights of the call.
+rebuilds its lists. The module does not notice the second change, and would keep the weights of the
+call.
 
 In ``nn.RNNBase`` ``_flat_weights`` has the weights in the order of its operators' arguments, and
 ``_flat_weight_refs`` has weak references to these, by which the module notices a change.

@@ -7,7 +7,7 @@ two reasons:
 
 - ``F.l1_loss`` gives its handler the input, the target and the reduction, but not the weights
   (torch 2.13 and 2.14), so that every class with a ``__torch_function__`` computes the loss without
-  them. They are among the ``relevant_args``.
+  them. The weights are among the ``relevant_args``.
 - The replacement of the compiled handlers runs the call's plan, without the search for handlers.
 """
 

@@ -38,7 +38,7 @@ import torch
 from torch._C import DisableTorchFunction, _parse_dispatch_key
 
 from tsfunc import hooks
-from tsfunc._lazy import uninterrupted
+from tsfunc._lazy import call_uninterrupted
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.operators import may_draw, operator_of
 from tsfunc.bridge.tracers.schemas import overload_of
@@ -90,7 +90,7 @@ _lock = threading.Lock()
 
 def _install(key: str, names: Sequence[str]) -> None:
     """Register the kernels for a key, once per process."""
-    uninterrupted(_install_once, key, names)
+    call_uninterrupted(_install_once, key, names)
 
 
 def _install_once(key: str, names: Sequence[str]) -> None:
@@ -251,7 +251,7 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
         return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
     if kwargs.get("dtype") is torch.bool:
         kwargs["dtype"] = torch.int64
-    if not size or (in_code_of_pass() and not has_symbols(size, {})):
+    if not size or (in_code_of_pass() and not has_symbols(size)):
         with without_factory_keys():
             return torch.ops.aten.zeros.default(size, **kwargs)
     return torch.ops.aten.zeros.default(size, **kwargs)
@@ -417,7 +417,7 @@ def prepare() -> None:
 
 def _run_preparations(preparations: list[_Preparation]) -> None:
     if preparations:
-        uninterrupted(_run_once, preparations)
+        call_uninterrupted(_run_once, preparations)
 
 
 def _run_once(preparations: list[_Preparation]) -> None:

@@ -54,12 +54,12 @@ def recording_objects(record: RunRecord) -> AbstractContextManager[None]:
     return overriding(_runs, recorded=(*_runs.recorded, record))
 
 
-def replaying(record: RunRecord) -> AbstractContextManager[None]:
+def reuse_recorded(record: RunRecord) -> AbstractContextManager[None]:
     """Context manager: reuse the recorded objects in the block."""
     return overriding(_runs, replays=(*_runs.replays, (record, iter(record))))
 
 
-def replayed(make: Callable[[], T], fits: Callable[[T], bool], draws_at: Any = None) -> T:
+def replay_object(make: Callable[[], T], fits: Callable[[T], bool], draws_at: Any = None) -> T:
     """Return the object from this point of the first run if it fits, else a new one.
 
     Args:

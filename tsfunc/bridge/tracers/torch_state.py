@@ -8,12 +8,12 @@ all other operators skip it at no cost. There are two such keys, because C++ mak
 its own in many operators (``x * 2`` makes a scalar): a vmap must see only the random functions, a
 trace must see all of them. torch.vmap has a key of its own.
 
-A backward pass in a trace computes with values that a graph outside of the trace has saved. Its
-kernels compute in the memory of the tensors that they make, and its formulas make tangents of these
-values. A tensor of the trace would have no memory, and would end with the trace. So the factories
-that these kernels call, below autograd, and zero tangents of fixed sizes are torch's own. Other
-factories of a formula are the trace's. An unused key in the exclude set marks torch's code of a
-pass: it has no other effect, and the handlers restore the sets of their level.
+A backward pass in a trace computes with values that a graph outside of the trace has saved. The
+kernels of the pass compute in the memory of the tensors that they make, and its formulas make
+tangents of these values. A tensor of the trace would have no memory, and would end with the trace.
+So the factories that these kernels call, below autograd, and zero tangents of fixed sizes are
+torch's own. Other factories of a formula are the trace's. An unused key in the exclude set marks
+torch's code of a pass: it has no other effect, and the handlers restore the sets of their level.
 Outside of passes, kernels compute only with numbers and with zero tangents of tensors without dims,
 and copy these to other dtypes: the copies are torch's own too.
 

@@ -588,7 +588,7 @@ def is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
 
 def refuse_escaped(func: Any, level: Level) -> None:
     """Raise the error for a tracer that is used after its transform has ended."""
-    raise EscapedTracerError(messages.escaped(getattr(func, "__name__", str(func)), level))
+    raise EscapedTracerError(messages.escape_message(getattr(func, "__name__", str(func)), level))
 
 
 def metadata(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -20,7 +20,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -115,7 +115,7 @@ LISTS = frozenset({list, tuple, torch.Size})
 """The sequences in which operators take numbers."""
 
 
-def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """True if there is a symbolic number among the arguments, or in a list of them."""
     return _any(args) or (bool(kwargs) and _any(kwargs.values()))
 

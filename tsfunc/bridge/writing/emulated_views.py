@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.operators import tensors_in
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
-from tsfunc.bridge.writing.storages import memory_under, physical
+from tsfunc.bridge.writing.storages import memory_under, tensor_with_memory
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, written_by
 from tsfunc.ops.registry import Args, Kwargs
@@ -140,7 +140,7 @@ class EmulatedView(TracerHook):
 
 def storage_state(base: torch.Tensor) -> State | None:
     """Return a tensor's storage and its count of writes, or None if not known."""
-    memory = physical(base)
+    memory = tensor_with_memory(base)
     if memory is None or memory.is_inference():
         return None
     return memory, version_of(memory)

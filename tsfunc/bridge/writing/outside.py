@@ -41,7 +41,7 @@ from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.reachable import ModuleEntry, Reachable
 from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
-from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
+from tsfunc.bridge.writing.storages import memory_of, memory_under, tensor_with_memory
 from tsfunc.dispatch.state import active_levels
 
 
@@ -77,7 +77,7 @@ _noted: Final[dict[int, weakref.ref[torch.Tensor]]] = {}
 def recent_tensors() -> dict[int, torch.Tensor]:
     """Return the live tensors by id, without those older than the outermost active level."""
     for tensor in _recent_objects().values():
-        physical(tensor)  # makes the Python object of a value that had none
+        tensor_with_memory(tensor)  # makes the Python object of a value that had none
     return _recent_objects()
 
 
@@ -104,7 +104,7 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
     if not active_levels:
         noted.clear()
     if active_levels:  # another thread may have entered one during the call
-        tensors, same = tee(_chosen(0))
+        tensors, same = tee(_tensors_of_generation(0))
         noted |= zip(map(id, tensors), map(weakref.ref, same), strict=True)
 
 
@@ -134,11 +134,11 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
 def _live_tensors(generation: int | None) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for index in range(len(gc.get_count())) if generation is None else (generation,):
-        tensors.extend(_chosen(index))
+        tensors.extend(_tensors_of_generation(index))
     return tensors
 
 
-def _chosen(generation: int) -> Any:
+def _tensors_of_generation(generation: int) -> Any:
     """Return an iterator over the tensors; the call that uses it up must be its only holder."""
     # Two lists of the same objects, in the same order: the first list itself, which is the youngest
     # object, comes last in the second one. Both are read to their ends, which frees them: they have

@@ -13,8 +13,8 @@ that is not older than the level is examined. If the memory is reached from outs
 from outside] in ``outside``), other code may read it, and the write is refused. A reference that no
 Python object explains belongs to an autograd graph, which keeps its saved values.
 
-The aliases become one tensor of the level, the base, and its views: ``_covering`` returns the
-tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
+The aliases become one tensor of the level, the base, and its views: ``_covering_tensor`` returns
+the tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
 written values are not batched, the base is not copied but only wrapped, so that autograd can record
 at the level.
 """
@@ -36,7 +36,7 @@ from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
-from tsfunc.bridge.writing.storages import memory_of, physical
+from tsfunc.bridge.writing.storages import memory_of, tensor_with_memory
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, detach_hook, hook_of
 from tsfunc.ops.dims import memory_span
 
@@ -51,8 +51,8 @@ class NoCommonBase(Exception):
     """No single tensor covers the memory that the tensors share."""
 
 
-def _physical(tensor: torch.Tensor) -> torch.Tensor:
-    plain = physical(tensor)
+def _physical_value(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor_with_memory(tensor)
     assert plain is not None
     return plain
 
@@ -83,7 +83,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     Raises:
         CreatedOutside: one of them is known outside of the level.
     """
-    plain = physical(subject)
+    plain = tensor_with_memory(subject)
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
         raise CreatedOutside
@@ -93,7 +93,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     aliases = TensorAliases([] if depth else relatives, [], entries, [], level.forward > 0)
     others: list[Tracer] = []
     for tensor in recent.values():
-        if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
+        if not isinstance(tensor, Tracer) or id(tensor_with_memory(tensor)) not in ids:
             continue
         other = tensor.dispatch_level
         aliases.fixed |= other.alive and other.depth >= level.depth and other.forward > 0
@@ -109,7 +109,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     outside = any(isinstance(t, Tracer) and t.is_from_outside() for t in aliases.tensors)
     if outside or id(subject) not in recent:
         raise CreatedOutside
-    aliases.tensors = _connected(subject, aliases.tensors)
+    aliases.tensors = _overlapping(subject, aliases.tensors)
     if aliases.fixed:
         aliases.tensors += _unheld_bases(aliases.tensors)
     promoted = {id(tensor) for tensor in aliases.tensors}
@@ -133,7 +133,7 @@ def _unheld_bases(tensors: Tensors) -> list[torch.Tensor]:
     ]
 
 
-def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+def _overlapping(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     """Return the tensors that overlap the subject, directly or through other tensors."""
     rest = [(tensor, _Extent(tensor)) for tensor in tensors if tensor is not subject]
     near_tensors, news = [subject], [_Extent(subject)]
@@ -208,7 +208,7 @@ class _Extent:
     __slots__ = ("conj", "dtype", "negative", "offset", "size", "stride", "tracked")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        plain = _physical(tensor)
+        plain = _physical_value(tensor)
         self.offset: Any = plain.storage_offset()
         self.size: Any = tensor.size()
         self.stride: Any = tensor.stride()
@@ -279,7 +279,7 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Rep
         NoCommonBase: the tensors overlap, and none of them covers the memory of all.
     """
     # The tensors date from before the write: record the copies even if the write is under no_grad.
-    inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)
+    inference = all(_physical_value(tensor).is_inference() for tensor in aliases.tensors)
     # An emulated view of a tensor that was transposed in place knows the previous strides.
     movable = all(hook.stride == hook.base.stride() for hook in aliases.hooks)
     movable = movable and not aliases.fixed
@@ -327,7 +327,7 @@ def _counterparts(
         groups.setdefault(id(base_of(tensor)), []).append(tensor)
     firsts = [_first(group, positions) for group in groups.values()]
     if batched:
-        base, position = _covering(firsts, positions)
+        base, position = _covering_tensor(firsts, positions)
         if movable:
             _close_gaps(position, list(positions.values()))
         copies = _copies(base, position, level)
@@ -338,7 +338,7 @@ def _counterparts(
         elif first is base:
             lifted = copies
         else:
-            lifted = _unlinked(copies, first, at, position)
+            lifted = _unlinked_tracer(copies, first, at, position)
         yield first, lifted
         for tensor in group:
             if tensor is not first:
@@ -368,10 +368,12 @@ def _first(tensors: Tensors, positions: Mapping[int, _Extent]) -> torch.Tensor:
 def _is_view(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, Tracer) and tensor.base_here() is not None:
         return True
-    return _physical(tensor)._base is not None
+    return _physical_value(tensor)._base is not None
 
 
-def _covering(firsts: Tensors, positions: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
+def _covering_tensor(
+    firsts: Tensors, positions: Mapping[int, _Extent]
+) -> tuple[torch.Tensor, _Extent]:
     """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
     try:
         base = _first(firsts, positions)
@@ -430,7 +432,7 @@ def _copies(base: torch.Tensor, position: _Extent, level: TracerLevel) -> Any:
     return wrap(copies, 0, level)
 
 
-def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
+def _unlinked_tracer(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
     """Return a tracer of the base's memory that is not a view of it, as after ``detach``."""
     # Detached last: autograd would take a view of a detached tensor for a leaf after a write to it.
     alias = _view(copies, at, base).detached_here()

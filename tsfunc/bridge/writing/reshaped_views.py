@@ -28,7 +28,7 @@ from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, relatives_of
-from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
+from tsfunc.bridge.writing.storages import memory_of, memory_under, tensor_with_memory
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import batch_to_front
 from tsfunc.ops.registry import Args, Kwargs
@@ -42,7 +42,7 @@ class NoView(RuntimeError):
 def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
     """Take a view that the batching rule could not take, after a new layout of the batch."""
     level = x.dispatch_level
-    group = _sharing(x)
+    group = _tracers_sharing_memory(x)
     with level.restored():
         x.value.new_empty(x.shape).view(sizes)  # raises if no layout has the view
         if group is None and in_backward_formula():
@@ -61,13 +61,13 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
     return torch.ops.aten.view.default(x, sizes)
 
 
-def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
+def _tracers_sharing_memory(x: BatchTracer) -> list[BatchTracer] | None:
     """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
     An operator at the level must have made the memory. Besides ``x`` the group may contain only
     the base of ``x``, kept alive by C++ or by a hook.
     """
-    level, plain = x.dispatch_level, physical(x)
+    level, plain = x.dispatch_level, tensor_with_memory(x)
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
         return None
@@ -114,7 +114,7 @@ def _view_as_complex(x: BatchTracer) -> torch.Tensor:
     raise NoView("Tensor must have a last dimension with stride 1")
 
 
-def _emulated(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -> torch.Tensor:
+def _emulate_view(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -> torch.Tensor:
     """Return an emulated view that is a reshape or a reinterpretation of its base.
 
     Args:
@@ -125,7 +125,7 @@ def _emulated(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -
     return EmulatedView(base, out, take, lambda base, whole: base.copy_(untake(whole))).view()
 
 
-def _viewing(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view_rule(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the requested view, or an emulated view if only a single example has the view."""
     try:
         return call_torch(func, types, args, kwargs)
@@ -140,7 +140,7 @@ def _viewing(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if shape is None:
             raise
     pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
-    return _emulated(base, pair[0](base), *pair)
+    return _emulate_view(base, pair[0](base), *pair)
 
 
 def strides_alone(x: torch.Tensor) -> list[int]:
@@ -159,11 +159,11 @@ _COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view
 
 
 def _reshape(shape: torch.Size) -> _Map:
-    """Return the reshape as an operator, of which ``_reshaping`` makes no emulated view."""
+    """Return the reshape as an operator, of which ``_reshape_rule`` makes no emulated view."""
     return lambda x: torch.ops.aten.reshape.default(x, shape)
 
 
-def _reshaping(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+def _reshape_rule(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reshape; return an emulated view if one example has a view where the batch has a copy.
 
     The function's own results have the layout of one example. Views of its
@@ -184,12 +184,12 @@ def _reshaping(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         sizes = [[*map(hint_of, each)] for each in (base.shape, strides_alone(base), out.shape)]
     if 0 in sizes[0] or not has_view(*sizes):
         return out
-    return _emulated(base, out, _reshape(out.shape), _reshape(base.shape))
+    return _emulate_view(base, out, _reshape(out.shape), _reshape(base.shape))
 
 
 def memory_under_views(x: torch.Tensor) -> Any:
     """Return an identifier of a tensor's memory; in a trace, of the tensor that it is a view of."""
-    plain = physical(x)
+    plain = tensor_with_memory(x)
     return id(base_of(x)) if plain is None else memory_of(plain)
 
 
@@ -221,10 +221,12 @@ def _is_in_front(kinds: Sequence[Any]) -> bool:
 _SIZES: Final = frozenset({int, list, tuple, torch.Size})
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view, view=True, left_to_torch=_is_in_front)
-function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view_as, torch.view_as_complex, view=True)
 function_rules.add(
-    Stage.METHOD, _reshaping, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
+    Stage.METHOD, _view_rule, torch.Tensor.view, view=True, left_to_torch=_is_in_front
+)
+function_rules.add(Stage.METHOD, _view_rule, torch.Tensor.view_as, torch.view_as_complex, view=True)
+function_rules.add(
+    Stage.METHOD, _reshape_rule, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
     torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
     left_to_torch=_is_in_front,
 )  # fmt: skip

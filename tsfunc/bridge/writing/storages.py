@@ -12,7 +12,7 @@ from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.tracer import Tracer
 
 
-def physical(tensor: torch.Tensor) -> torch.Tensor | None:
+def tensor_with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor with memory at the bottom of a stack of tracers, or None."""
     value = innermost_value(tensor)
     return value if isinstance(value, torch.Tensor) else None
@@ -34,7 +34,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 def memory_under(tensor: torch.Tensor) -> int | None:
     """Return an identifier of the storage at the bottom of a stack of tracers, or None."""
-    plain = physical(tensor)
+    plain = tensor_with_memory(tensor)
     return None if plain is None else memory_of(plain)
 
 

@@ -82,7 +82,7 @@ def prepare_write(
         return
     of_level = [t for t in tensors_in(values) if _is_of(t, level)]
     batched = any(getattr(t, "bdim", None) is not None for t in of_level)
-    if not batched and not (recorded and any(differentiated(t, level) for t in of_level)):
+    if not batched and not (recorded and any(has_derivative(t, level) for t in of_level)):
         return
     for target in targets:
         if not _is_of(target, level):  # it may have been promoted together with an earlier target
@@ -93,7 +93,7 @@ def _is_of(tensor: torch.Tensor, level: TracerLevel) -> bool:
     return isinstance(tensor, Tracer) and tensor.dispatch_level is level
 
 
-def differentiated(tracer: torch.Tensor, level: TracerLevel) -> bool:
+def has_derivative(tracer: torch.Tensor, level: TracerLevel) -> bool:
     """True if autograd records on the tracer, or the tracer has a tangent."""
     with DisableTorchFunctionSubclass():
         if level.forward and forward_ad.unpack_dual(tracer).tangent is not None:
@@ -229,7 +229,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
     if isinstance(func, OpOverload):
         op = operator_of(func)
         if op.name in STATISTICS:
-            return _running(func, args)
+            return _running_statistics(func, args)
         written = [args[i] for i in op.written if i < len(args)]
         arguments = op.signature.arguments
         named = [arguments[i].name for i in op.written if i >= len(args)]
@@ -238,7 +238,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
         return [kwargs["out"]]
     prepare = WRITERS.get(func)
     if prepare is _statistics:
-        return _running(func, args)
+        return _running_statistics(func, args)
     writes_first = prepare is _first or (
         isinstance(func, OpOverloadPacket) and func.__name__.endswith("_")
     )
@@ -297,12 +297,12 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
     The new value of each running statistic depends on ``x`` and on its old value.
     """
-    for running in _running(func, args):
+    for running in _running_statistics(func, args):
         values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
         prepare_write(func.__name__, running, values, recorded=False, words=words)
 
 
-def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+def _running_statistics(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Return the written running statistics: none if they are empty or the momentum is 0."""
     if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
         return ()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tsfunc.ops.catalogue.decisions import Decisions
-from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form, matching
+from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form, matching_form
 from tsfunc.ops.catalogue.trial import Evidence
 from tsfunc.ops.registry import Category
 
@@ -70,7 +70,7 @@ def _target(signature: OperatorSignature, target: str, overloads: Overloads) -> 
     if overload:
         return f"{space}::{target}"
     forms = [o for o in overloads(f"{space}::{packet}") if o.form in ("functional", "view")]
-    form = matching(signature, forms)
+    form = matching_form(signature, forms)
     return form.name if form is not None else None
 
 

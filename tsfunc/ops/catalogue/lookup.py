@@ -74,7 +74,7 @@ def lookup(operator: Any) -> OperatorEntry:
     name = operator if isinstance(operator, str) else reader().name(operator)
     line = read_table().get(name) or _outside_of_the_table(name)
     if line is None:
-        raise UnknownOperatorError(_unknown(operator, name))
+        raise UnknownOperatorError(_unknown_message(operator, name))
     row = find(name)
     category, source = line.category, line.source
     rule = row.rule if row is not None else reader().vmap_rule(name)
@@ -109,7 +109,7 @@ def overload_names(name: str) -> list[str]:
     return sorted(signature.name for signature in reader().overloads(name))
 
 
-def _unknown(operator: Any, name: str) -> str:
+def _unknown_message(operator: Any, name: str) -> str:
     start = f"lookup({operator!r}): torch has no operator of this name."
     overloads = overload_names(name)
     if overloads:

@@ -184,7 +184,7 @@ def functional_form(
         for other in overloads(f"{space}::{packet}")
         if other.name != signature.name and other.form in ("functional", "view", "writing")
     ]
-    return matching(signature, candidates)
+    return matching_form(signature, candidates)
 
 
 def _packets(signature: OperatorSignature) -> Iterable[str]:
@@ -202,7 +202,7 @@ def _packets(signature: OperatorSignature) -> Iterable[str]:
         yield packet.removesuffix("_copy")
 
 
-def matching(
+def matching_form(
     variant: OperatorSignature, forms: list[OperatorSignature]
 ) -> OperatorSignature | None:
     """Return the form whose inputs match the variant's best.

@@ -43,7 +43,7 @@ def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node)
     """
     graph = level.graph
     sources = dict(_counters(level))
-    computable = _computable(graph, sources)
+    computable = _computable_nodes(graph, sources)
     if node.graph is not graph or node not in computable:
         return None
     nodes = _leading_to(node, computable)
@@ -91,7 +91,7 @@ class NodeFunction:
             return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _computable(
+def _computable_nodes(
     graph: torch.fx.Graph, sources: Mapping[torch.fx.Node, torch.Tensor]
 ) -> set[torch.fx.Node]:
     """Return the nodes that depend on the sources only.

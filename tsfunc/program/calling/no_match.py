@@ -9,7 +9,7 @@ import optree
 
 from tsfunc.program.calling.cache import CachedProgram
 from tsfunc.program.calling.cache_miss import CacheMiss
-from tsfunc.program.calling.retrace_reasons import differing, reason_for
+from tsfunc.program.calling.retrace_reasons import differing_facts, reason_for
 from tsfunc.program.guarding.call_spec import (
     CallSpec,
     arguments_text,
@@ -32,7 +32,7 @@ def explain_miss(call: CacheMiss, entries: Sequence[CachedProgram]) -> str:
     broken = [
         fact
         for call_spec, others in zip(call_specs, facts_of_programs, strict=True)
-        if not differing(facts, others)
+        if not differing_facts(facts, others)
         for guard in call_spec.failing_guards(call.flat, sizes)
         for fact in guard.texts(call.name_of)
     ]

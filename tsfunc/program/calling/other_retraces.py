@@ -47,7 +47,7 @@ def warning_about_others(
     """
     found: dict[str, tuple[Any, list[Any]]] = {
         name: (facts.get(name, ABSENT), values)
-        for name, values in _seen(facts, cache.varied).items()
+        for name, values in _earlier_values(facts, cache.varied).items()
         if name not in sized and not name.startswith(FORM_PREFIXES)
     }
     remedies = {name: _remedy(call, name) for name in found}
@@ -70,7 +70,7 @@ def warning_about_others(
     return None
 
 
-def _seen(facts: Facts, history: Iterable[Facts]) -> dict[str, list[Any]]:
+def _earlier_values(facts: Facts, history: Iterable[Facts]) -> dict[str, list[Any]]:
     """Return the earlier values of each fact that alone distinguishes a call from enough others."""
     seen: dict[str, list[Any]] = {}
     for others in history:

@@ -47,7 +47,7 @@ def primary_differences(facts: Facts, others: Facts) -> list[str]:
 
     Other values of a container follow from its structure, and sizes from the number of dims.
     """
-    names = differing(facts, others)
+    names = differing_facts(facts, others)
     names = [name for name in names if not name.startswith(FORM_PREFIXES)] or names
     for name in names:
         if name.startswith(STRUCTURE_PREFIX):
@@ -59,7 +59,7 @@ def primary_differences(facts: Facts, others: Facts) -> list[str]:
     return names
 
 
-def differing(facts: Facts, others: Facts) -> list[str]:
+def differing_facts(facts: Facts, others: Facts) -> list[str]:
     """Return the names of the facts in which two calls differ."""
     names = []
     for name in dict.fromkeys((*facts, *others)):

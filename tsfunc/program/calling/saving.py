@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.cache_miss import CacheMiss
 from tsfunc.program.files.program_state import is_current
-from tsfunc.program.files.programs import storable
+from tsfunc.program.files.programs import storable_spec
 from tsfunc.program.files.saved_functions import SavedFunction, SavedProgram, refuse_attributes
 from tsfunc.program.guarding.call_spec import CallSpec, sample_call
 from tsfunc.program.guarding.inputs import InputSpec
@@ -53,7 +53,7 @@ def variants_of_entry(
         (({}, True, some) for some in _subsets_of(arguments)),
     ):
         flat = sample_call(entry.call_spec, sizes, requires_grad)
-        entries += _traced(target, entry, flat, grad, [*others, *entries])
+        entries += _trace_entries(target, entry, flat, grad, [*others, *entries])
     return entries
 
 
@@ -75,7 +75,7 @@ def _subsets_of(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]
             yield frozenset().union(*chosen)
 
 
-def _traced(
+def _trace_entries(
     target: Target, entry: CachedProgram, flat: list[Any], grad: bool, entries: list[CachedProgram]
 ) -> list[CachedProgram]:
     """Return the new entries for a call."""
@@ -162,7 +162,7 @@ def function_to_save(
         for entry in tuple(chosen):
             chosen += variants_of_entry(target, entry, chosen)
     answers = tuple(
-        SavedProgram(entry.program, storable(entry.call_spec), entry.text) for entry in chosen
+        SavedProgram(entry.program, storable_spec(entry.call_spec), entry.text) for entry in chosen
     )
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)

@@ -18,7 +18,7 @@ from typing import Any
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.errors import FailedCheckError
-from tsfunc.program.passes.effects import Aliases, writes, written
+from tsfunc.program.passes.effects import Aliases, possibly_written, writes
 from tsfunc.program.program import Program
 
 _FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
@@ -58,7 +58,7 @@ def _is_user_check(program: Program, message: str) -> bool:
     """
     aliases = Aliases(program.graph)
     for node in program.graph.nodes:
-        if writes(node) and any(map(aliases.is_from_outside, written(node))):
+        if writes(node) and any(map(aliases.is_from_outside, possibly_written(node))):
             return False
         op = node.meta.get("op")
         if "engine_check" in node.meta:

@@ -42,7 +42,7 @@ from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.other_retraces import AFTER, CacheMissFacts, warning_about_others
-from tsfunc.program.calling.retrace_reasons import differing
+from tsfunc.program.calling.retrace_reasons import differing_facts
 from tsfunc.program.closure.guard_builder import is_watched
 from tsfunc.program.guarding.call_spec import ANY
 from tsfunc.program.guarding.guards import Facts
@@ -59,7 +59,7 @@ _ATTEMPTS = 2  # for each dim: a bounded size may lead to facts that were not me
 Names = frozenset[str]
 
 
-def varying(
+def varying_names(
     facts: Facts,
     history: Iterable[Facts],
     sizes: Mapping[str, int],
@@ -92,7 +92,7 @@ def _calls_by_difference(
     """Return the calls that differ from one call only in values that may vary, by their names."""
     calls: dict[Names, list[Facts]] = {}
     for others in history:
-        names = differing(facts, others)
+        names = differing_facts(facts, others)
         # Two sizes, or two numbers of one type.
         if names and all(
             (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
@@ -116,7 +116,7 @@ def seen_values(
     """Return the earlier values of each size and number in which a call differs from others.
 
     A value counts if enough calls differ from this one in it and in the same other values. The
-    arguments are those of :func:`varying`; the values are in the order of ``history``.
+    arguments are those of :func:`varying_names`; the values are in the order of ``history``.
     """
     calls = _calls_by_difference(facts, history, sizes, numbers)
     seen: dict[str, list[Any]] = {}
@@ -166,7 +166,7 @@ def new_dims(
     return placed
 
 
-def narrowed(
+def narrow_assumptions(
     assumptions: Assumptions, sizes: Mapping[str, int], error: Exception
 ) -> Assumptions | None:
     """Return assumptions with narrower dims for sizes that have varied, if that is the remedy."""
@@ -328,7 +328,7 @@ class Variation:
         if not self.cache.auto_widen:
             return assumptions
         as_inputs = self.numbers if self.call.target.takes_numbers else {}
-        names = varying(
+        names = varying_names(
             self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.required_numbers
         )
         if not names or names in self.cache.not_widened:
@@ -340,7 +340,7 @@ class Variation:
 
     def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return assumptions with narrower dims after a trace that has failed, or None."""
-        return narrowed(assumptions, self.sizes, error)
+        return narrow_assumptions(assumptions, self.sizes, error)
 
     def inputs_for(
         self, assumptions: Assumptions
@@ -413,7 +413,7 @@ class Variation:
         open_ = dict.fromkeys(served, ANY)
         if served and not entry.call_spec.conditions and not _is_bounded(entry, self.named_dims):
             for i, others in enumerate(varied):
-                if served.issuperset(differing(self.facts, others)):
+                if served.issuperset(differing_facts(self.facts, others)):
                     varied[i] = {**others, **open_}
             varied.appendleft({**self.facts, **open_})
         else:

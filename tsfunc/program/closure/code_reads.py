@@ -338,7 +338,7 @@ def _of_numpy(*names: str) -> list[Any]:
 
 
 @functools.cache
-def _changing() -> frozenset[Any]:
+def _changing_functions() -> frozenset[Any]:
     functions = [
         getattr(time, name)
         for name in (
@@ -409,7 +409,7 @@ def is_nondeterministic(owner: Any, name: str | None, value: Any, bare: bool = F
         return True
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
-    return value in _changing() or (value.__module__, value.__name__) in _RANDOM_SOURCES
+    return value in _changing_functions() or (value.__module__, value.__name__) in _RANDOM_SOURCES
 
 
 # --- reads of libraries in the user's code, which become guards or warnings

@@ -265,7 +265,7 @@ class FreeVariables:
         root = _root(func, access)
         if root is None:
             if access.kind == "module":
-                self._libraries.guard_member(_imported(func, access), access.attributes)
+                self._libraries.guard_member(_imported_module(func, access), access.attributes)
             return
         owner, name, text, attributes = root
         for i, attribute in enumerate((*attributes, None)):
@@ -450,13 +450,13 @@ def _root(
     if access.kind == "free":
         cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
         return cells[access.name], None, access.name, access.attributes
-    module, (first, *rest) = _imported(func, access), access.attributes
+    module, (first, *rest) = _imported_module(func, access), access.attributes
     if module is None or not is_followed(module, first):
         return None
     return module, first, f"{access.name}.{first}", tuple(rest)
 
 
-def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | None:
+def _imported_module(func: types.FunctionType, access: Access) -> types.ModuleType | None:
     """Return the module that a function imports, or None if it is not imported yet."""
     name = "." * access.level + access.name
     try:

@@ -534,7 +534,7 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
-def changed(copied: ContainerSnapshot, numbers: ClosureNumbers) -> bool:
+def has_changed(copied: ContainerSnapshot, numbers: ClosureNumbers) -> bool:
     """True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)

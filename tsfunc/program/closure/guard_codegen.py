@@ -55,7 +55,7 @@ def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
     try:
         args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
     except Exception:
-        raise DescriptorViolation(_refusal(tree)) from None
+        raise DescriptorViolation(_refusal_code(tree)) from None
     orders: list[Any] = []
 
     def is_leaf(value: Any) -> bool:
@@ -67,7 +67,7 @@ def key_orders(tree: optree.PyTreeSpec, keyword_order: bool) -> tuple[Any, ...]:
     return tuple(orders)
 
 
-def _refusal(tree: optree.PyTreeSpec) -> str:
+def _refusal_code(tree: optree.PyTreeSpec) -> str:
     kind = pytrees.refusing_class(tree)
     name = "a container" if kind is None else f"a {kind.__name__}"
     return (

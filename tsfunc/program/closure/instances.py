@@ -314,9 +314,9 @@ def _watch(cls: type, watcher: WatchedAttributes) -> None:
         if watched is None:
             originals = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
             replacements = {
-                _GET: _reading(_class_function(cls, _GET)),
-                _SET: _assigning(_class_function(cls, _SET)),
-                _DELETE: _assigning(_class_function(cls, _DELETE)),
+                _GET: _watch_reads(_class_function(cls, _GET)),
+                _SET: _watch_assignments(_class_function(cls, _SET)),
+                _DELETE: _watch_assignments(_class_function(cls, _DELETE)),
             }
             watched = _watched[cls] = _WatchedClass(originals, replacements, set())
         watched.watchers.add(watcher)
@@ -353,7 +353,7 @@ def _class_function(cls: type, name: str) -> Any:
     raise AssertionError(f"object has {name}")
 
 
-def _reading(plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _watch_reads(plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def __getattribute__(self: Any, name: str) -> Any:
         watcher = _here.watcher
         return plain(self, name) if watcher is None else watcher.read(self, name, plain)
@@ -361,7 +361,7 @@ def _reading(plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return __getattribute__
 
 
-def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
+def _watch_assignments(plain: Callable[..., None]) -> Callable[..., None]:
     def __setattr__(self: Any, name: str, *value: Any) -> None:
         watcher = _here.watcher
         if watcher is not None:

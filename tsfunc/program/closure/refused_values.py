@@ -33,7 +33,7 @@ def refused_values(
     """
     found: dict[str, tuple[Any, Any]] = {}
     paths: list[tuple[Any, ...]] = []
-    for guard in itertools.islice(_refusing(reads, now, flat), _SHOWN):
+    for guard in itertools.islice(_refusing_guards(reads, now, flat), _SHOWN):
         if isinstance(guard, ConditionHolds):
             found |= _numbers_of(reads, guard.condition, now, flat)
         if isinstance(guard, SourceGuard) and not guard.source.text:
@@ -70,7 +70,9 @@ def _numbers_of(
     return found
 
 
-def _refusing(reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
+def _refusing_guards(
+    reads: ClosureGuards, now: tuple[Any, ...], flat: Sequence[Any]
+) -> Iterator[Guard]:
     """Yield the guards that refuse a call; of many guards they are found by halves."""
 
     def hold(guards: Sequence[Guard]) -> bool:

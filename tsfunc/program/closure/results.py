@@ -492,7 +492,7 @@ def state_names(
     module = func if isinstance(func, torch.nn.Module) else getattr(func, "__self__", None)
     if not isinstance(module, torch.nn.Module):
         names_of_tensors = {
-            id(x): _dotted(text) for text, x in read.items() if isinstance(x, torch.Tensor)
+            id(x): _dotted_name(text) for text, x in read.items() if isinstance(x, torch.Tensor)
         }
         return ModuleState(None, _names_of_lifted(lifted, names_of_tensors))
     tensors = dict(_state(module))
@@ -557,7 +557,7 @@ def _names_of_lifted(
     }
 
 
-def _dotted(text: str) -> str:
+def _dotted_name(text: str) -> str:
     """Return the dotted name of a spelling: ``params['w'][0]`` becomes ``params.w.0``."""
     name = re.sub(r"\[(['\"]?)(.*?)\1\]", r".\2", text)
     return re.sub(r"[^\w.]+|(?<=\.)\.+", "_", name).strip(".")

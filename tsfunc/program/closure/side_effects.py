@@ -37,7 +37,7 @@ from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, 
 from tsfunc.program.closure.guard_builder import (
     ContainerSnapshot,
     GuardBuilder,
-    changed,
+    has_changed,
     is_namespace,
     restore,
 )
@@ -50,7 +50,7 @@ from tsfunc.program.closure.results import (
     same_except_tensors,
 )
 from tsfunc.program.guard import Source
-from tsfunc.program.passes.effects import writes, written
+from tsfunc.program.passes.effects import possibly_written, writes
 from tsfunc.types.reading import signature_of
 from tsfunc.user_code import condition_text, error_location, is_installed, is_library, source_line
 
@@ -97,7 +97,7 @@ def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     return (
         _effect_of_filling(container)
         for container in builder.containers
-        if changed(container, builder.numbers)
+        if has_changed(container, builder.numbers)
     )
 
 
@@ -176,7 +176,7 @@ class ContainerChanges:
                     found[id(owner)] = owner
             yield from map(_effect_of_filling, found.values())
         for container in self._builder.containers[before.containers :]:
-            if changed(container, self._builder.numbers):
+            if has_changed(container, self._builder.numbers):
                 yield _effect_of_filling(container)
 
 
@@ -489,7 +489,7 @@ def check_frozen(name: str, level: TraceLevel, closure_positions: Mapping[int, i
         if id(tensor) not in closure_positions
     }
     for node in level.graph.nodes:
-        for target in written(node) if writes(node) else ():
+        for target in possibly_written(node) if writes(node) else ():
             value = target.meta.get("val")
             if isinstance(value, torch.Tensor) and storage_address(value) in memory:
                 called = node.meta.get("op", node.target)

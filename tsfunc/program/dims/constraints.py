@@ -20,7 +20,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_least_minima, without_common_factor
+from tsfunc.bridge.sizes.bounds import (
+    has_maximum,
+    holds_for_all,
+    with_least_minima,
+    without_common_factor,
+)
 from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Constraint
 from tsfunc.errors import ConstraintViolation
@@ -146,7 +151,7 @@ def check_constraints(
         part
         for constraint in constraints
         for part in _conjuncts(constraint)
-        if not holds(part.expr, dims)
+        if not holds_for_all(part.expr, dims)
     ]
     if not unmet:
         return {}
@@ -154,7 +159,7 @@ def check_constraints(
     larger, rest = larger_minima(unmet, dims)
     if not rest:
         return larger
-    refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
+    refusal = _violation(name, rest, dims, sizes, described, undescribed_shapes)
     own_names = names_in_own_constraints(rest)
     if own_names and not assumptions.other_hints:
         raise Retrace(assumptions.with_changes(other_hints=own_names, refusal=refusal))
@@ -187,7 +192,7 @@ def _of_call(constraint: Constraint, sizes: Mapping[str, int]) -> Constraint:
     return dataclasses.replace(constraint, text=python_text(expr), expr=expr)
 
 
-def _refusal(
+def _violation(
     name: str,
     unmet: Sequence[Constraint],
     dims: Mapping[str, Dim],
@@ -204,13 +209,13 @@ def _refusal(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function needs more than they guarantee:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_undescribed(unmet, undescribed_shapes)}"
-        f"{_rewritten(unmet)}{_reasons(unmet)}",
+        f"{_advice_to_describe(unmet, undescribed_shapes)}"
+        f"{_rewriting_advice(unmet)}{_reasons(unmet)}",
         suggested,
     )
 
 
-def _undescribed(
+def _advice_to_describe(
     unmet: Sequence[Constraint], undescribed_shapes: Mapping[str, Sequence[int]]
 ) -> str:
     """Return the advice to describe tensors whose sizes a named dim is compared with."""
@@ -242,7 +247,7 @@ def _reasons(unmet: Sequence[Constraint]) -> str:
     )
 
 
-def _rewritten(unmet: Sequence[Constraint]) -> str:
+def _rewriting_advice(unmet: Sequence[Constraint]) -> str:
     text = suggested_rewrites(
         dict.fromkeys(source_line(constraint.location) for constraint in unmet)
     )

@@ -11,8 +11,8 @@ from typing import Any
 from tsfunc.bridge.sizes.bounds import (
     choices,
     dim_constraints,
-    holds,
     holds_at,
+    holds_for_all,
     period_of,
     smallest,
     with_least_minima,
@@ -49,7 +49,7 @@ class Solution:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def bounded(constraint: Any, dim: Dim, size: int) -> Dim | int | None:
+def bounded_dim(constraint: Any, dim: Dim, size: int) -> Dim | int | None:
     """Return a dim for which a constraint on it alone holds, and which admits the size of the call.
 
     If the size of the call does not satisfy the constraint, a size that does replaces it.
@@ -80,21 +80,21 @@ def bounded(constraint: Any, dim: Dim, size: int) -> Dim | int | None:
         if isinstance(suggested, int):
             return suggested
         if suggested.admits(size) and _seems_guaranteed(constraint, suggested):
-            return _shown(constraint, suggested, size)
+            return _dim_for_trials(constraint, suggested, size)
     return None
 
 
-def _shown(constraint: Any, dim: Dim, size: int) -> Dim:
+def _dim_for_trials(constraint: Any, dim: Dim, size: int) -> Dim:
     """Return the dim, bounded to sizes that can be tried if its bounds do not suffice."""
-    if holds(constraint, {dim.name: dim}):
+    if holds_for_all(constraint, {dim.name: dim}):
         return dim
     few = dim.meet(Dim(dim.name, max=smallest(dim) + _MANY - 1))
-    return few if few.admits(size) and holds(constraint, {dim.name: few}) else dim
+    return few if few.admits(size) and holds_for_all(constraint, {dim.name: few}) else dim
 
 
 def _seems_guaranteed(constraint: Any, dim: Dim) -> bool:
     """True if a constraint holds for the sizes that a dim allows, as far as trials show."""
-    if holds(constraint, {dim.name: dim}):
+    if holds_for_all(constraint, {dim.name: dim}):
         return True
     step = dim.multiple_of or 1
     low = smallest(dim)
@@ -147,7 +147,7 @@ def _multiples_in(constraint: Any) -> list[int]:
     return [step for step in range(2, period + 1) if period % step == 0]
 
 
-def stepped(
+def stepped_dims(
     constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Sequence[Dim] | None:
     """Return several dims as multiples of their divisors: ``h`` and ``w`` in patches of 4.
@@ -156,14 +156,14 @@ def stepped(
         The dims; None if the constraint does not hold for them, or they do not admit the call's
         sizes.
     """
-    stepped_dims = {name: dims[name] for name in names}
+    in_steps = {name: dims[name] for name in names}
     for name, step in divisions(constraint):
         try:
-            stepped_dims[name] = stepped_dims[name].meet(Dim(name, multiple_of=step))
+            in_steps[name] = in_steps[name].meet(Dim(name, multiple_of=step))
         except DescriptorError:
             return None
-    fits = all(dim.admits(sizes[name]) for name, dim in stepped_dims.items())
-    return list(stepped_dims.values()) if fits and holds(constraint, stepped_dims) else None
+    fits = all(dim.admits(sizes[name]) for name, dim in in_steps.items())
+    return list(in_steps.values()) if fits and holds_for_all(constraint, in_steps) else None
 
 
 def leaving_remainder(
@@ -183,7 +183,7 @@ def leaving_remainder(
     for step in _multiples_in(constraint):
         value = step * Symbol(extra) + size % step
         said = constraint.xreplace(dict.fromkeys(constraint.free_symbols, value))
-        if size % step and holds(said, {extra: Dim(extra)}):
+        if size % step and holds_for_all(said, {extra: Dim(extra)}):
             return Solution(dim.name, value, [Dim(extra)], {extra: size // step})
     return None
 
@@ -205,7 +205,7 @@ def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
     return near
 
 
-def equated(
+def equated_dim(
     constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
     """Return one of several dims as an expression of the others, if an equality implies it."""
@@ -221,17 +221,17 @@ def equated(
             rest = constraint.xreplace(
                 {s: value for s in constraint.free_symbols if str(s) == name}
             )
-            if holds(rest, dims):
+            if holds_for_all(rest, dims):
                 return Solution(name, value)
             others = [str(symbol) for symbol in rest.free_symbols]
             if len(others) == 1:
-                dim = bounded(rest, dims[others[0]], sizes[others[0]])
+                dim = bounded_dim(rest, dims[others[0]], sizes[others[0]])
                 if isinstance(dim, Dim):
                     return Solution(name, value, [dim])
     return None
 
 
-def ordered(
+def ordered_dim(
     constraint: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
     """Return one of several dims as a lower bound plus a new dim: ``b + extra`` for ``a >= b``."""
@@ -392,7 +392,7 @@ class _Suggestion:
             dims = {name: Dim(name) if name in self.opened else d for name, d in self.dims.items()}
             for constraint in constraints:
                 names = set(map(str, constraint.free_symbols))
-                if not self.opened.isdisjoint(names) and not holds(constraint, dims):
+                if not self.opened.isdisjoint(names) and not holds_for_all(constraint, dims):
                     self.opened |= names
 
     def satisfy(self, constraint: Any) -> bool:
@@ -401,17 +401,19 @@ class _Suggestion:
         names = sorted(
             (str(symbol) for symbol in constraint.free_symbols), key=list(self.dims).index
         )
-        if not self.opened.isdisjoint(names) or holds(constraint, self.dims):
+        if not self.opened.isdisjoint(names) or holds_for_all(constraint, self.dims):
             return True
         if len(names) == 1:
             return self._satisfy_by_bounds(constraint, names[0])
-        solution = equated(constraint, names, self.dims, self.sizes)
-        steps = None if solution is not None else stepped(constraint, names, self.dims, self.sizes)
+        solution = equated_dim(constraint, names, self.dims, self.sizes)
+        steps = (
+            None if solution is not None else stepped_dims(constraint, names, self.dims, self.sizes)
+        )
         if steps is not None:
             self._bound(*steps)
             return True
         if solution is None and self.with_new:
-            solution = ordered(constraint, names, self.dims, self.sizes)
+            solution = ordered_dim(constraint, names, self.dims, self.sizes)
         return solution is not None and self._satisfy_by_solution(solution)
 
     def _satisfy_by_solution(self, solution: Solution) -> bool:
@@ -451,7 +453,7 @@ class _Suggestion:
             name: dataclasses.replace(dim, min=max(dim.min or 0, self.sizes.get(name, 0)))
             for name, dim in about.items()
         }
-        if not holds(constraint, larger):
+        if not holds_for_all(constraint, larger):
             return False
         self._bound(*larger.values())
         return True
@@ -460,7 +462,7 @@ class _Suggestion:
         from sympy import Integer
 
         dim, size = self.dims[name], self.sizes.get(name, 0)
-        suggested = bounded(constraint, dim, size)
+        suggested = bounded_dim(constraint, dim, size)
         is_range = isinstance(suggested, Dim) and (
             suggested.max is None or suggested.max == dim.max
         )

@@ -22,7 +22,7 @@ import torch.fx
 from tsfunc._text import count_text
 from tsfunc.dispatch.state import overriding
 from tsfunc.program.fields import Field
-from tsfunc.program.files.json_values import NoFileForm, printable
+from tsfunc.program.files.json_values import NoFileForm, printable_text
 from tsfunc.program.files.operator_calls import NUMBER, TENSOR
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import every_node
@@ -205,13 +205,13 @@ class CalleeWriter:
     def _entry(self, callee: TracedCallee) -> dict[str, Any]:
         return {
             "kind": callee.kind,
-            "name": printable(callee.name),
+            "name": printable_text(callee.name),
             "tensors": callee.tensors,
             "numbers": callee.numbers,
             "results": callee.results,
             "count": callee.count,
             "once_differentiable": callee.once_differentiable,
-            "refusal": None if callee.refusal is None else printable(callee.refusal),
+            "refusal": None if callee.refusal is None else printable_text(callee.refusal),
             "indices": {name: list(getattr(callee, name)) for name in callee.index_names},
             "parts": {name: self._part(getattr(callee, name)) for name in callee.part_names},
         }

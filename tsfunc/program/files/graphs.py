@@ -34,7 +34,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import operator_name
 from tsfunc.program.fields import IDENTIFIER, Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
-from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable_text
 from tsfunc.program.files.operator_calls import (
     NAMES_OF_FUNCTIONS,
     NOTHING,
@@ -285,7 +285,7 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, An
         if node.meta.get(key):
             facts[key] = True
     if "location" in node.meta:
-        facts["line"] = printable(line_of(node.meta["location"]))
+        facts["line"] = printable_text(line_of(node.meta["location"]))
     return facts
 
 

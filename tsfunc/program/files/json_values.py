@@ -107,7 +107,7 @@ def encode(
     return {_kind(value): plain_name(value)}
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Return a text as one line of printable characters."""
     return "".join(c if c.isprintable() else " " for c in text)
 

@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import operator_signature
 from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.fields import LONGEST_INT, Field
-from tsfunc.program.files.json_values import ValueReader, printable
+from tsfunc.program.files.json_values import ValueReader, printable_text
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 from tsfunc.types.values import plain_name
 
@@ -224,12 +224,15 @@ def encode_display_meta(node: torch.fx.Node) -> Any | None:
     if properties is None:
         return None
     if isinstance(properties.dtype, type):
-        return {"number": properties.dtype.__name__, "text": printable(properties.expression or "")}
+        return {
+            "number": properties.dtype.__name__,
+            "text": printable_text(properties.expression or ""),
+        }
     if properties.layout is not torch.strided:
         return None
     return {
         "dtype": plain_name(properties.dtype),
-        "shape": [dim if isinstance(dim, int) else printable(dim) for dim in properties.shape],
+        "shape": [dim if isinstance(dim, int) else printable_text(dim) for dim in properties.shape],
         "device": str(properties.device),
     }
 

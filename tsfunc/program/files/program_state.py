@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
-from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable_text
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guard import Source
@@ -105,7 +105,7 @@ class StateWriter:
                 encoded = encode(value, other=lambda x: _named_tensor(x, tensors))
             except NoFileForm as error:
                 raise NoFileForm(f"{text}, {error}") from None
-            encoded_cells.append({"name": printable(text), "value": encoded})
+            encoded_cells.append({"name": printable_text(text), "value": encoded})
         return encoded_cells
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from tsfunc.program.files.json_values import (
     ValueReader,
     encode,
     encode_tree,
-    printable,
+    printable_text,
 )
 from tsfunc.program.files.operator_calls import NodeTypes
 from tsfunc.program.files.program_state import FileContext, ProgramState, StateWriter
@@ -91,7 +91,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
     }
 
 
-def storable(call_spec: CallSpec) -> CallSpec:
+def storable_spec(call_spec: CallSpec) -> CallSpec:
     """Return a description of calls that a file can hold.
 
     If a guard can't be written, the numbers are fixed to those of the call.
@@ -162,12 +162,14 @@ class CallSpecReader:
             if name not in _SETTINGS:
                 value.fail("there is no such setting")
         return tuple(
-            _setting(setting, stored[setting.name]) if setting.name in stored else setting.read()
+            _decode_setting(setting, stored[setting.name])
+            if setting.name in stored
+            else setting.read()
             for setting in SETTINGS
         )
 
 
-def _setting(setting: Setting, field: Field) -> Any:
+def _decode_setting(setting: Setting, field: Field) -> Any:
     value = ValueReader().decode(field)
     if not setting.admits(value):
         field.fail(f"expected a value that {setting.name} can have, got {describe(value)}")
@@ -240,7 +242,7 @@ def encode_program(
     if callees.entries:
         _require_settings(call_spec)
     return {
-        "name": printable(program.name),
+        "name": printable_text(program.name),
         "dims": {
             name: DimIs(call_spec.named_dims.get(name, Dim(name))).to_json()
             for name in [form if isinstance(form, str) else form[1] for form in names.values()]
@@ -280,7 +282,7 @@ def _encode_part(
 
     writer = GraphWriter(ClosureValues(lifted, tensors.generator), None, callees)
     return {
-        "name": printable(part.name),
+        "name": printable_text(part.name),
         "inputs": list(part.inputs),
         "graph": writer.write(part.graph),
     }

@@ -25,7 +25,7 @@ import torch
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.fields import Field
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
-from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.json_values import NoFileForm, ValueReader, encode, printable_text
 from tsfunc.program.files.operator_calls import NUMBER
 from tsfunc.program.files.program_state import CellState, FileContext, StateWriter, read_state
 from tsfunc.program.files.programs import (
@@ -33,7 +33,7 @@ from tsfunc.program.files.programs import (
     decode_program,
     encode_call_spec,
     encode_program,
-    storable,
+    storable_spec,
     without_metadata,
 )
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
@@ -107,7 +107,7 @@ def program_to_save(program: ProgramData) -> SavedFunction:
     kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
     refuse_attributes(program.name, [program])
-    answer = SavedProgram(program, storable(program.call_spec), "the program itself")
+    answer = SavedProgram(program, storable_spec(program.call_spec), "the program itself")
     return SavedFunction(program.name, signature, (), 1, (answer,))
 
 
@@ -122,7 +122,7 @@ def refuse_attributes(name: str, programs: Sequence[ProgramData]) -> None:
             )
 
 
-def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
+def pickle_function(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
     """Return the bytes of a file, and the classes that it names."""
     trees = [answer.program.out_tree for answer in function.answers]
     trees += [answer.call_spec.tree for answer in function.answers]
@@ -154,13 +154,13 @@ def function_bytes(function: SavedFunction) -> bytes:
         calls = [
             {
                 "program": numbers[answer.program],
-                "reason": printable(answer.reason),
+                "reason": printable_text(answer.reason),
                 "form": encode_call_spec(answer.call_spec, _argument_names(answer.call_spec)),
             }
             for answer in function.answers
         ]
         head = {
-            "name": printable(function.name),
+            "name": printable_text(function.name),
             "parameters": [_encode_parameter(p) for p in function.signature.parameters.values()],
             "descriptors": [
                 {name: _text(name, d) for name, d in descriptor.items()}

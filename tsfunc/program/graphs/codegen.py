@@ -22,8 +22,8 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
-from tsfunc.bridge.mesh.failures import reporting
+from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, make_differentiable
+from tsfunc.bridge.mesh.failures import report_failures
 from tsfunc.bridge.mesh.mesh_operators import MAP
 from tsfunc.bridge.mesh.meshes import split_check
 from tsfunc.bridge.trace.class_members import UserCall
@@ -182,7 +182,7 @@ def statements(
                 quiet = False  # the inputs of a body come at their first use
                 yield f"{node.name} = args[{index}]", node
         elif node.op == "output":
-            yield from _ending(node, updates, scope)
+            yield from _last_statements(node, updates, scope)
         elif node.op == "call_function":
             if node.meta.get("no_grad"):
                 if not quiet:
@@ -241,10 +241,10 @@ def generate(
     function: Callable[[Sequence[Any]], Sequence[Any]] = objects[called]
     operators = {node.meta.get("op") for node in graph.nodes}
     if any(isinstance(op, TorchOperator) and op.name in BACKWARD_FORMULAS for op in operators):
-        function = differentiable(function)
+        function = make_differentiable(function)
     meshes = {split_check(str(node.args[4]))[0] for node in every_node(graph) if node.target is MAP}
     if meshes:
-        function = reporting(function, sorted(meshes))
+        function = report_failures(function, sorted(meshes))
     return source, function if _keeps_state(graph) else restoring_thread_state(function)
 
 
@@ -267,7 +267,9 @@ def _runs_no_python(function: Any) -> bool:
     return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 
 
-def _ending(output: torch.fx.Node, updates: Sequence[Update], scope: Scope) -> Iterator[Statement]:
+def _last_statements(
+    output: torch.fx.Node, updates: Sequence[Update], scope: Scope
+) -> Iterator[Statement]:
     """Yield the updates, whose tensors are the last results of the graph, and the return."""
     results: Any = output.args[0]
     count = len(results) - sum(len(update.slots()) for update in updates)
@@ -299,7 +301,7 @@ def write_bodies(op: ControlFlow) -> None:
 # --- a program as text: its Python, with the type of each value and the user's own lines
 
 
-def printed(
+def print_graph(
     name: str,
     graph: torch.fx.Graph,
     inputs: Sequence[int],
@@ -312,7 +314,7 @@ def printed(
     The bodies of control flow come first, as functions of their own.
     """
     bodies = [
-        printed(body.name, body.graph, body.inputs, {}) + "\n"
+        print_graph(body.name, body.graph, body.inputs, {}) + "\n"
         for node in graph.nodes
         if isinstance(node.target, ControlFlow)
         for body in node.target.bodies

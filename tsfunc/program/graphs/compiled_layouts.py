@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tsfunc.bridge.sizes.strides import order_without_gaps
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.program.passes.effects import aliased, declares_sharing
+from tsfunc.program.passes.effects import declares_sharing, possibly_shared
 
 _aten = torch.ops.aten
 _DEPENDS_ON_STRIDES: Final = frozenset({
@@ -38,7 +38,7 @@ def keep_layouts(module: torch.fx.GraphModule) -> None:
         if node.op == "output":
             used.update(node.all_input_nodes)
         elif node in used or node.target in _DEPENDS_ON_STRIDES:
-            used.update(aliased(node))
+            used.update(possibly_shared(node))
             if node in used and _is_made(node):
                 _keep_layout(node)
     module.recompile()

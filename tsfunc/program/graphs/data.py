@@ -14,7 +14,7 @@ import torch.fx
 
 from tsfunc.program.closure.closure_guards import ClosureGuards
 from tsfunc.program.closure.results import ModuleState, Update
-from tsfunc.program.graphs.codegen import printed
+from tsfunc.program.graphs.codegen import print_graph
 from tsfunc.program.guard import Guards
 from tsfunc.program.guarding.call_spec import CallSpec, descriptors_of
 from tsfunc.program.guarding.trace_guards import TraceGuard
@@ -76,4 +76,4 @@ class ProgramData:
         return self.lifted[str(node.target)]
 
     def __str__(self) -> str:
-        return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)
+        return print_graph(self.name, self.graph, self.inputs, self.lifted, self.updates)

@@ -97,7 +97,7 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
             (out,) = node.args[0]
             known_value = patterns.get(out)
             if writes and known_value is not None:  # the pattern of a written value is unknown
-                return _all(known_value.value.numel(), torch.arange(inputs[0].numel()))
+                return _all_pairs(known_value.value.numel(), torch.arange(inputs[0].numel()))
             none = torch.zeros(2, 0, dtype=torch.long)
             return (
                 none if known_value is None or known_value.pattern is None else known_value.pattern
@@ -179,7 +179,7 @@ class _OperatorCall:
             assert pattern is not None
             local = self.local(i, position, out)
             parts.append(
-                _all(out.numel(), pattern[1].unique())
+                _all_pairs(out.numel(), pattern[1].unique())
                 if local is None
                 else _join(local, pattern, self.values[i].value.numel())
             )
@@ -201,7 +201,7 @@ class _OperatorCall:
             except RuntimeError:
                 return None
             if out.shape == wide:
-                columns = _numbers(x).expand(wide).reshape(-1)
+                columns = _entry_numbers(x).expand(wide).reshape(-1)
                 return torch.stack([torch.arange(out.numel()), columns])
             return self.reduced(i, position, x) if len(tensors) == 1 else None
         return None
@@ -214,7 +214,7 @@ class _OperatorCall:
         def numbers(j: int, x: _Value) -> Any:
             if not is_differentiable(x.value):
                 return x.value
-            entries = _numbers(x.value).double()
+            entries = _entry_numbers(x.value).double()
             return entries + 1 if j == i else torch.zeros_like(entries)
 
         from_ = self.with_tensors(numbers, position).reshape(-1).long()
@@ -230,7 +230,9 @@ class _OperatorCall:
                     return v.value
                 if j == i:
                     return entries
-                return torch.ones_like(v.value, dtype=torch.double) if v.varies else _known(v.value)
+                return (
+                    torch.ones_like(v.value, dtype=torch.double) if v.varies else _nonzeros(v.value)
+                )
 
             return self.with_tensors(made, position)
 
@@ -291,15 +293,15 @@ def _numbers_of(shape: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(list(shape))
 
 
-def _numbers(x: torch.Tensor) -> torch.Tensor:
+def _entry_numbers(x: torch.Tensor) -> torch.Tensor:
     return _numbers_of(x.shape)
 
 
-def _known(x: torch.Tensor) -> torch.Tensor:
+def _nonzeros(x: torch.Tensor) -> torch.Tensor:
     return (x != 0).double()
 
 
-def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:
+def _all_pairs(rows: int, columns: torch.Tensor) -> torch.Tensor:
     """Return the pairs of each row with the same columns."""
     return torch.cartesian_prod(torch.arange(rows), columns).T.reshape(2, -1)
 

@@ -34,7 +34,7 @@ from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over,
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import WatchedPlaceholder
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.passes.effects import sources, writes, written
+from tsfunc.program.passes.effects import possibly_written, sources, writes
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -43,7 +43,7 @@ _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def exported(program: ProgramData) -> torch.export.ExportedProgram:
+def export_program(program: ProgramData) -> torch.export.ExportedProgram:
     """Return the program as a torch.export program; see ``Program.to_exported_program``."""
     call_spec = program.call_spec
     if call_spec is None:
@@ -291,7 +291,7 @@ def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
         source
         for node in program.graph.nodes
         if writes(node)
-        for target in written(node)
+        for target in possibly_written(node)
         for source in sources(target)
     }
     paths = []

@@ -48,13 +48,13 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.passes.effects import (
     Aliases,
-    aliased,
     communicates,
     declares_sharing,
     is_pure,
     is_view,
+    possibly_shared,
+    possibly_written,
     writes,
-    written,
 )
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -142,14 +142,14 @@ def _divide(
     """
     graph = program.graph
     chooses = any(isinstance(node.target, ControlFlow) for node in graph.nodes)
-    aliases = Aliases(graph, None if chooses else _sharing)
+    aliases = Aliases(graph, None if chooses else _arguments_shared)
     indices = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
     sources = {
         node
         for node in graph.nodes
         if (node.op == "get_attr" or indices.get(node) in fixed) and _is_fixed_tensor(node)
     }
-    hoisted = _hoisted(graph, sources, aliases)
+    hoisted = _hoistable_nodes(graph, sources, aliases)
     results = [node for node in graph.nodes if node in hoisted and not hoisted >= set(node.users)]
     if all(node.target is operator.getitem or is_view(node) for node in hoisted):
         return None  # views cost less than a look at the counts of their tensors
@@ -194,14 +194,14 @@ def _part(
     )  # fmt: skip
 
 
-def _hoisted(
+def _hoistable_nodes(
     graph: torch.fx.Graph, sources: Collection[torch.fx.Node], aliases: Aliases
 ) -> set[torch.fx.Node]:
     """Return the nodes of the first part."""
     hoisted: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and writes(node):
-            if any(map(aliases.is_from_outside, written(node))):
+            if any(map(aliases.is_from_outside, possibly_written(node))):
                 break
         elif _may_be_hoisted(node, aliases) and all(
             argument in sources or argument in hoisted for argument in node.all_input_nodes
@@ -234,14 +234,14 @@ def _may_be_hoisted(node: torch.fx.Node, aliases: Aliases) -> bool:
     )
 
 
-def _sharing(node: torch.fx.Node) -> list[torch.fx.Node]:
+def _arguments_shared(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the arguments of a call whose memory its results may share.
 
     A composite operator does not declare whether it returns an argument or a view of it. The
     operator is therefore called on tensors of the same layouts without memory; named dims have the
     sizes of the call that was traced.
     """
-    shared = list(aliased(node))
+    shared = list(possibly_shared(node))
     op, inputs = node.meta.get("op"), node.all_input_nodes
     if not shared or not isinstance(op, TorchOperator) or not op.composite or op.random:
         return shared

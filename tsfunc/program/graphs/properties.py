@@ -269,7 +269,7 @@ def draw(name: str, graph: torch.fx.Graph, properties: ProgramProperties) -> str
         f'viewBox="0 0 {width:.0f} {height}">',
         f"<title>{escape(name)}</title><style>{_STYLE}</style>",
         *(_arrow(boxes[arg], boxes[node]) for node in nodes for arg in node.all_input_nodes),
-        *(_drawn(box) for box in boxes.values()),
+        *(_draw_box(box) for box in boxes.values()),
         "</svg>",
     ]
     return "\n".join(lines)
@@ -350,7 +350,7 @@ def _arrow(start: _Box, end: _Box) -> str:
     )
 
 
-def _drawn(box: _Box) -> str:
+def _draw_box(box: _Box) -> str:
     return "".join(_parts(box))
 
 

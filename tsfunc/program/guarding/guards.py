@@ -334,7 +334,7 @@ class SizesAre(Guard):
             if unknown is None:
                 yield f"if {size} != ({_in_guard_variables(dim.text)}): return None"
             else:
-                yield from _solved(size, dim, unknown, code.named_dims[unknown])
+                yield from _lines_solving(size, dim, unknown, code.named_dims[unknown])
 
     def texts(self, name: Names) -> Iterator[str]:
         for spec in self.inputs:
@@ -403,7 +403,7 @@ def _in_guard_variables(text: str) -> str:
     return re.sub(r"[^\W\d]\w*", lambda match: variable_of_size(match[0]), text)
 
 
-def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
+def _lines_solving(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
     """Return lines that solve an expression for a name, given the size of its dim."""
     slope, rest = map(_in_guard_variables, solved_for(dim.text, name) or ())
     return [

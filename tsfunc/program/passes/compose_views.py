@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.writing.storages import memory_of
 from tsfunc.ops.dims import wrap_dim
-from tsfunc.program.passes.effects import Aliases, aliased
+from tsfunc.program.passes.effects import Aliases, possibly_shared
 
 _PERMUTATIONS: Final = frozenset({"aten::t", "aten::transpose.int", "aten::permute"})
 _VIEWS_IN_ORDER: Final = frozenset({
@@ -51,13 +51,13 @@ def compose_views(graph: torch.fx.Graph, aliases: Aliases) -> None:
     seen: set[torch.fx.Node] = set()
     for node in graph.nodes:
         seen.add(node)
-        if _composable(node, aliases) and _operator_name(node) in _IN_ORDER:
+        if _is_composable(node, aliases) and _operator_name(node) in _IN_ORDER:
             if _drop_kept_dims(node, node.args[0], aliases, results):
                 continue
             _reshape_instead_of_copy(node, node.args[0], aliases, seen)
-        if _composable(node, aliases):
+        if _is_composable(node, aliases):
             chain = [node]
-            while _composable(chain[-1].args[0], aliases, node):
+            while _is_composable(chain[-1].args[0], aliases, node):
                 chain.append(chain[-1].args[0])
             source: Any = chain[-1].args[0]
             if len(chain) > 1 and isinstance(source, torch.fx.Node):
@@ -69,7 +69,7 @@ def _operator_name(node: Any) -> str:
     return op.name if isinstance(op, TorchOperator) else ""
 
 
-def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None) -> bool:
+def _is_composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None) -> bool:
     """True if a node may be in a chain, before a node of the same kind if one is given."""
     name = _operator_name(node)
     kind = _PERMUTATIONS if name in _PERMUTATIONS else _IN_ORDER if name in _IN_ORDER else ()
@@ -105,7 +105,11 @@ def _compose(
     else:
         if escapes and any(_operator_name(view) in _MAY_COPY for view in chain):
             return
-        if not _fixed(value) or not _fixed(before) or not _same_strides(before, value):
+        if (
+            not _has_fixed_layout(value)
+            or not _has_fixed_layout(before)
+            or not _same_strides(before, value)
+        ):
             return
         target, argument = torch.ops.aten.reshape.default, list(value.shape)
         undone = value.shape == before.shape and value.stride() == before.stride()
@@ -139,8 +143,8 @@ def _drop_kept_dims(
     if (
         values.get("keepdim") is not True
         or not dims
-        or not _fixed(reduced_value)
-        or not _fixed(value)
+        or not _has_fixed_layout(reduced_value)
+        or not _has_fixed_layout(value)
     ):
         return False
     reduced = {wrap_dim(dim, reduced_value.dim()) for dim in dims}
@@ -175,17 +179,17 @@ def _reshape_instead_of_copy(
     quiet = source.meta.get("no_grad", False)
     for view in views:
         if (
-            not _composable(view, aliases)
+            not _is_composable(view, aliases)
             or _operator_name(view) not in _IN_ORDER
             or view.meta.get("no_grad", False) != quiet
             or (view in seen and view is not node)
-            or not _fixed(view.meta["val"])
+            or not _has_fixed_layout(view.meta["val"])
             or not _same_strides(value, view.meta["val"])
         ):
             return
     original: Any = source.args[0]
     before = original.meta["val"]
-    if not _fixed(before) or not _copies(before, value):
+    if not _has_fixed_layout(before) or not _copies(before, value):
         return
     reshape = torch.ops.aten.reshape.default
     for view in views:
@@ -204,7 +208,7 @@ def _copies(before: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _is_new(node: torch.fx.Node) -> bool:
     """True if a value has memory of its own."""
-    return node.op == "call_function" and "op" in node.meta and not any(aliased(node))
+    return node.op == "call_function" and "op" in node.meta and not any(possibly_shared(node))
 
 
 def _permutation(node: torch.fx.Node) -> list[int]:
@@ -220,7 +224,7 @@ def _permutation(node: torch.fx.Node) -> list[int]:
     return order
 
 
-def _fixed(value: torch.Tensor) -> bool:
+def _has_fixed_layout(value: torch.Tensor) -> bool:
     """True if a value has elements, and its sizes and strides are numbers."""
     numbers = (*value.shape, *value.stride())
     return all(type(n) is int for n in numbers) and math.prod(value.shape) > 0

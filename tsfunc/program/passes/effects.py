@@ -115,11 +115,12 @@ class Aliases:
     value records it (``replace``), so that the next pass can use the same sets.
 
     Args:
-        sharing: yields the arguments of a call whose memory its results may share, as ``aliased``.
+        sharing: yields the arguments of a call whose memory its results may share; by default
+            ``possibly_shared``.
     """
 
     def __init__(self, graph: torch.fx.Graph, sharing: Sharing | None = None) -> None:
-        self._sharing = sharing or aliased
+        self._sharing = sharing or possibly_shared
         self._parent: dict[Any, Any] = {}
         self._escaping: set[torch.fx.Node] = set()
         for node in graph.nodes:
@@ -128,7 +129,10 @@ class Aliases:
             for source in self._sharing(node):
                 self._join(node, source)
         self._written = {
-            self.memory(target) for node in graph.nodes if writes(node) for target in written(node)
+            self.memory(target)
+            for node in graph.nodes
+            if writes(node)
+            for target in possibly_written(node)
         }
         for node in reversed(graph.nodes):
             if node.op == "output":
@@ -175,7 +179,7 @@ class Aliases:
 
     def leaves(self, node: torch.fx.Node) -> None:
         """Record that the caller gets a value, and the values that may share its memory."""
-        self._escaping.update(_reached(node, self._escaping, self._sharing))
+        self._escaping.update(_reach_back(node, self._escaping, self._sharing))
 
     def _join(self, one: Any, other: Any) -> None:
         left, right = self.memory(one), self.memory(other)
@@ -202,7 +206,7 @@ NEW_MEMORY = frozenset(
 )
 
 
-def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def possibly_shared(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """Yield the arguments of a call whose memory its results may share."""
     if node.op != "call_function" or "expr" in node.meta:
         return
@@ -232,11 +236,11 @@ def declares_sharing(op: TorchOperator) -> bool:
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Return the values from outside of the graph that may share memory with a value."""
-    return {source for source in _reached(node, ()) if source.op in ("placeholder", "get_attr")}
+    return {source for source in _reach_back(node, ()) if source.op in ("placeholder", "get_attr")}
 
 
-def _reached(
-    node: torch.fx.Node, visited: Container[torch.fx.Node], sharing: Sharing = aliased
+def _reach_back(
+    node: torch.fx.Node, visited: Container[torch.fx.Node], sharing: Sharing = possibly_shared
 ) -> set[torch.fx.Node]:
     """Return a value and the values before it that may share its memory.
 
@@ -253,7 +257,7 @@ def _reached(
     return reached
 
 
-def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def possibly_written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """Yield the arguments that a call writes into; for control flow, all arguments."""
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator):

@@ -18,7 +18,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.mesh.exchanges import EXCHANGES
-from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP, transposed
+from tsfunc.bridge.mesh.mesh_operators import INDEX, MAP, transpose_call
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_pure
 
@@ -161,7 +161,7 @@ class MayVary(Flow):
                     axes |= {str(node.args[0])}
                 elif node.target is MAP:
                     kind = str(node.args[1])
-                    if not _IN_PULLBACKS.issuperset({kind, transposed(kind, ())[0]}):
+                    if not _IN_PULLBACKS.issuperset({kind, transpose_call(kind, ())[0]}):
                         axes |= {str(node.args[3])}
                 elif (
                     node.op == "get_attr"

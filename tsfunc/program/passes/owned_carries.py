@@ -34,7 +34,7 @@ def owned_carries(body: Body, carried: int) -> dict[int, torch.fx.Node]:
     copies = {
         positions[argument]: node
         for node in body.graph.nodes
-        if (argument := _copied(node)) in positions and positions[argument] < carried
+        if (argument := _copied_node(node)) in positions and positions[argument] < carried
     }
     if not copies:
         return {}
@@ -52,7 +52,7 @@ def owned_carries(body: Body, carried: int) -> dict[int, torch.fx.Node]:
     }
 
 
-def _copied(node: torch.fx.Node) -> Any:
+def _copied_node(node: torch.fx.Node) -> Any:
     """Return the node that a call copies, if nothing else uses that node; else None."""
     if node.target is not torch.ops.aten.clone.default or node.kwargs or len(node.args) != 1:
         return None

@@ -41,8 +41,8 @@ from tsfunc.program.passes.effects import (
     is_random,
     is_view,
     node_of_each_target,
+    possibly_written,
     writes,
-    written,
 )
 from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
 from tsfunc.program.passes.verify import verify
@@ -213,7 +213,7 @@ def _same_dim(arguments: Arguments, source: torch.fx.Node) -> bool:
                 and one % rank == other % rank)  # fmt: skip
 
 
-def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
+def _is_whole_slice(arguments: Arguments, source: torch.fx.Node) -> bool:
     """True for a slice with step 1, which is the whole tensor since the sizes are equal."""
     return bool(arguments.get("step", 1) == 1)
 
@@ -238,7 +238,7 @@ _EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "view": _always,
     "view_as": _always,
     "reshape": _always,
-    "slice": _whole,
+    "slice": _is_whole_slice,
     "permute": _in_order,
     "transpose": _same_dim,
     "div": _is("other", 1),
@@ -261,7 +261,7 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
     seen: dict[Any, torch.fx.Node] = {}
     for node in graph.nodes:
         if not is_pure(node):
-            for target in written(node) if writes(node) else ():
+            for target in possibly_written(node) if writes(node) else ():
                 memory = aliases.memory(target)
                 changes[memory] = changes.get(memory, 0) + 1
             continue
@@ -290,12 +290,12 @@ def _key_of_call(node: torch.fx.Node, changes: Sequence[int | None]) -> Any:
             none was written to.
     """
     quiet = node.meta.get("no_grad", False)
-    args = tuple([_frozen(arg) for arg in node.args])
+    args = tuple([_freeze(arg) for arg in node.args])
     kwargs = node.kwargs
     called, op = node.target, node.meta.get("op")
     if op is not None and op.overload is called:
         called = op  # torch computes the hash of an overload in Python
-    return called, args, _frozen(kwargs) if kwargs else (), quiet, tuple(changes)
+    return called, args, _freeze(kwargs) if kwargs else (), quiet, tuple(changes)
 
 
 _SEQUENCES: Final = (list, tuple)
@@ -304,15 +304,15 @@ _SEQUENCES: Final = (list, tuple)
 _NUMBERS: Final = (int, float, complex)
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return value
     if isinstance(value, _NUMBERS):  # 1, 1.0 and True are equal but different; so are 0.0 and -0.0
         return type(value).__name__, repr(value)
     if isinstance(value, _SEQUENCES):
-        return ("list", *[_frozen(item) for item in value])
+        return ("list", *[_freeze(item) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, _frozen(item)) for name, item in value.items()])
+        return tuple([(name, _freeze(item)) for name, item in value.items()])
     return value
 
 
@@ -344,8 +344,8 @@ def fold_constants(
     folded: list[torch.fx.Node] = []
     with torch_state.outside_all_transforms(), torch.no_grad():
         for node in graph.nodes:
-            if _foldable(node, aliases, values):
-                result = _computed(node, values)
+            if _is_foldable(node, aliases, values):
+                result = _compute(node, values)
                 if result is not None:
                     values[node] = result
                     folded.append(node)
@@ -378,7 +378,7 @@ def is_computable(node: torch.fx.Node) -> bool:
     )
 
 
-def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
+def _is_foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
     if not all(map(values.__contains__, node.all_input_nodes)):
         return False
     value = node.meta.get("val")
@@ -398,7 +398,7 @@ def _sizes_of(node: torch.fx.Node, values: Mapping[Any, torch.Tensor]) -> list[i
     return [0, *(values[arg].numel() for arg in node.all_input_nodes)]
 
 
-def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+def _compute(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
     """Return the result; None if it differs in type or layout from the result in the trace."""
     args = torch.fx.map_arg(node.args, values.__getitem__)
     kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
@@ -457,7 +457,7 @@ def _narrow(graph: torch.fx.Graph, node: torch.fx.Node, op: ControlFlow) -> None
 
 def live_inputs(body: Body, results: Collection[int]) -> set[int]:
     """Return the indices of the operands that some results of a body, or its effects, depend on."""
-    live = _live(body, results)
+    live = _live_nodes(body, results)
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     return {at for node, at in zip(inputs, body.inputs, strict=True) if node in live}
 
@@ -470,7 +470,7 @@ def narrowed_body(body: Body, results: Collection[int], numbers: Mapping[int, in
         results: the indices of the results that are kept.
         numbers: the new indices of the operands that these results depend on.
     """
-    live = _live(body, results)
+    live = _live_nodes(body, results)
     graph = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs: list[int] = []
@@ -486,7 +486,7 @@ def narrowed_body(body: Body, results: Collection[int], numbers: Mapping[int, in
     return Body(body.name, graph, tuple(inputs))
 
 
-def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
+def _live_nodes(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
     nodes = list(body.graph.nodes)
     returned = nodes[-1].args[0]
     live = {returned[i] for i in results}

@@ -15,7 +15,7 @@ from tsfunc.bridge.control.axis_collectives import named_axes
 from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call_control_flow
-from tsfunc.bridge.control.traced_bodies import TracedBody, common
+from tsfunc.bridge.control.traced_bodies import TracedBody, union_of_frames
 from tsfunc.bridge.grad.apply_hook import call_apply
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.grad.custom_function import torch_apply
@@ -27,7 +27,7 @@ from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.argnums import with_replaced
-from tsfunc.transforms.control.control_recording import as_traced, filled
+from tsfunc.transforms.control.control_recording import as_traced, fill_tensors
 from tsfunc.transforms.control.derived_operators import ExpandedOperator
 from tsfunc.transforms.vmap import vmap
 
@@ -188,7 +188,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     """
     callee = PythonCallee(function, args)
     values, sizes = callee.taken(trace.symbols.spell_size)
-    tensors = [_arranged(as_traced(value, trace)) for value in values]
+    tensors = [_batch_dims_first(as_traced(value, trace)) for value in values]
     primal = getattr(function, "primal_results", functools.partial(torch_apply, function))
     inputs: list[Sequence[Any]] = []
 
@@ -199,13 +199,13 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     effects = trace.effects_from_now()
     body = TracedBody(trace, run, tensors)
     _refuse_effects(callee.name, trace, effects())
-    dirty = _dirty(body.leaves, inputs[0])
+    dirty = _dirty_results(body.leaves, inputs[0])
     written = list(dirty.values())
     for i in written:
-        tensors[i] = _arranged(as_traced(values[i], trace).clone())
+        tensors[i] = _batch_dims_first(as_traced(values[i], trace).clone())
     batched = _batched_layers(tensors)
     wanted = [
-        common([needed, batched if is_differentiable(leaf) else {}])
+        union_of_frames([needed, batched if is_differentiable(leaf) else {}])
         if isinstance(leaf, torch.Tensor)
         else None
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
@@ -217,7 +217,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     outputs = list(call_control_flow(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
         outputs[position] = values[i].copy_(outputs[position])
-    return filled(body, outputs)
+    return fill_tensors(body, outputs)
 
 
 def _refuse_effects(name: str, trace: TraceLevel, effects: Sequence[SideEffect]) -> None:
@@ -232,11 +232,11 @@ def _refuse_effects(name: str, trace: TraceLevel, effects: Sequence[SideEffect])
         )
 
 
-def _arranged(x: Any) -> Any:
-    return rewrap_as(x, common([needed_frames(x)]))
+def _batch_dims_first(x: Any) -> Any:
+    return rewrap_as(x, union_of_frames([needed_frames(x)]))
 
 
-def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
+def _dirty_results(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
     """Return the positions of results that are arguments, and the positions of these arguments.
 
     An argument that ``forward`` returns without marking it dirty is a new tensor for torch.
@@ -270,10 +270,12 @@ def _maps(
     levels = {level.depth: level for level in named_axes(trace)}
     for stack in inputs:
         levels |= {level.depth: level for level in stack.batch_levels}
-    return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
+    return [
+        _enclosing_vmap(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)
+    ]
 
 
-def _mapped(
+def _enclosing_vmap(
     level: BatchLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
 ) -> EnclosingVmap:
     in_dims = tuple(stack.dim_at(level.depth) for stack in inputs)

@@ -114,7 +114,7 @@ def choice_of(value: Any, label: str) -> Choice:
             level = inner.dispatch_level
             with level.restored():
                 values = value_batch_first(inner, level).reshape(level.batch_size)
-            return BatchedChoice(level, values, _known(values))
+            return BatchedChoice(level, values, _is_readable(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
         return TracedChoice(inner)
@@ -147,7 +147,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     return None
 
 
-def _known(value: Any) -> bool:
+def _is_readable(value: Any) -> bool:
     """True if the data of a tensor can be read directly."""
     kinds = BatchTracer | GradTracer
     batched = (getattr(x, "bdim", None) is not None for x in nested_tracers(value, kinds))

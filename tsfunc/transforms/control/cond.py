@@ -5,12 +5,12 @@ example of a vmap, each branch runs on the active subset of examples that take i
 subsets] in ``bridge/control/subsets``.
 
 NOTE [unreadable choices]
-The choice of a vmap's examples may itself be a batch of an outer vmap. It may also be traced while
-the vmap can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that
-draw random numbers. Then a branch runs on a guarded subset: all examples, where those that do not
-take the branch get the tensors of one that does. A branch never sees values that are not meant for
-it, so that it neither fails nor puts a NaN into a gradient. The outer level decides if a branch
-runs at all. The same happens if a program is written in torch's operators:
+The choice of a vmap's examples may itself be a batch of an outer vmap. The choice may also be
+traced while the vmap can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for
+branches that draw random numbers. Then a branch runs on a guarded subset: all examples, where those
+that do not take the branch get the tensors of one that does. A branch never sees values that are
+not meant for it, so that it neither fails nor puts a NaN into a gradient. The outer level decides
+if a branch runs at all. The same happens if a program is written in torch's operators:
 ``bridge/control/retraced``.
 """
 
@@ -31,7 +31,7 @@ from tsfunc.bridge.control.subsets import run_guarded
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
+from tsfunc.bridge.tracers.draw_keys import count_draws, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import dynamo_forms, physical_batches
 from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
@@ -127,7 +127,7 @@ def cond(
     as it has entries. torch's names ``true_fn`` and ``false_fn`` are accepted as well.
     """
     check_batching("cond", batching)
-    operands = _given(args, kwargs)
+    operands = _operands_of(args, kwargs)
     if len(operands) == 2 and not callable(true_fun) and callable(operands[1]):
         (true_operand, true_fun), (false_operand, false_fun) = (true_fun, false_fun), operands
         true_fun = functools.partial(true_fun, true_operand)
@@ -148,7 +148,7 @@ def cond(
     ).by_user(pred)
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def _operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the operands of a call of ``cond``, from its arguments in any form."""
     if not kwargs:
         return args
@@ -244,7 +244,7 @@ def _pullback(
     op: Switch, count: int, wrt: Sequence[int], results: Sequence[int], *operands: Any
 ) -> Any:
     """Choose between the pullbacks of the branches."""
-    return _between(
+    return _choose_between(
         op,
         [functools.partial(run_pullback, body, count, wrt, results) for body in op.bodies],
         operands,
@@ -254,12 +254,12 @@ def _pullback(
 @derivative_rule(Pushforward, Switch)
 def _pushforward(op: Switch, count: int, wrt: Sequence[int], *operands: Any) -> Any:
     """Choose between the pushforwards of the branches."""
-    return _between(
+    return _choose_between(
         op, [functools.partial(run_pushforward, body, count, wrt) for body in op.bodies], operands
     )
 
 
-def _between(op: Switch, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+def _choose_between(op: Switch, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
     """Choose as a traced call does, between other branches of the same operands and more."""
     call = _SwitchCall(op.name, tuple(branches), op.names, tuple(operands), op.batching)
     return call.of(_index_of(operands[0], op.name, len(branches) - 1))
@@ -325,7 +325,7 @@ class _SwitchCall:
         whole = SubsetGroup(self.label, choice.level)
         parts = []
         for i, group in groups_by_choice(whole, values, taken):
-            branch = counted(self.branches[i], choice.level.depth)
+            branch = count_draws(self.branches[i], choice.level.depth)
             parts.append((group, group.run(branch, self.operands)))
         self.check([out for _, (out, _) in parts], taken)
         return whole.merge_states(parts)
@@ -334,7 +334,7 @@ class _SwitchCall:
         """Run all branches on all examples, and select."""
         level = choice.level
         before = shared_by_examples((*self.branches, *self.operands), tracers=True)
-        each = [counted(branch, level.depth)(*self.operands) for branch in self.branches]
+        each = [count_draws(branch, level.depth)(*self.operands) for branch in self.branches]
         refuse_writes_of_all(self.label, before, level)
         outs = [out for out, _ in each]
         self.check(outs, range(len(outs)))
@@ -367,7 +367,7 @@ class _SwitchCall:
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         mask = values == i
-        branch = counted(self.branches[i], level.depth)
+        branch = count_draws(self.branches[i], level.depth)
         out, drawn = run_guarded(level, mask, self.label, branch, self.operands)
         before = draw_counts(level.depth)
         merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))

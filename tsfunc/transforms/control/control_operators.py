@@ -6,9 +6,10 @@ rewritten and saved. When the program runs, the operators behave like the user's
 NOTE [derivatives of torch's while_loop]
 torch's derivative of a ``while_loop`` that makes no step is that of one step. The result is
 therefore chosen from the loop's and the first carry, by the condition on the first carry. Carries
-that do not require grad are constants in torch's derivative, so that all of them do. These are the
-derivatives of a compiled program by ``backward()``. Those that the function takes are in the
-program: NOTE [derivatives in other control flow] in ``derived_operators``.
+that do not require grad are constants in torch's derivative, so that all of them do. The
+derivatives of a compiled program by ``backward()`` are of this kind. The derivatives that the
+function takes are in the program: NOTE [derivatives in other control flow] in
+``derived_operators``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Switch(ControlFlowOperator):
 
     def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         live = {0}.union(*(live_inputs(body, used) for body in self.bodies))
-        operands, numbers = _numbered(live)
+        operands, numbers = _renumber(live)
         bodies = [narrowed_body(body, used, numbers) for body in self.bodies]
         return ReducedOperator(
             Switch(self.name, bodies, self.batching), operands, tuple(sorted(used))
@@ -163,7 +164,7 @@ class While(ControlFlowOperator):
             (going_on,) = through(condition, inputs)
             return [axes | going_on for axes in through(body, inputs)]
 
-        return _settled(operands[: self.carried], step)
+        return _settled_axes(operands[: self.carried], step)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return _RUNS[While](self, *operands)
@@ -195,8 +196,8 @@ class While(ControlFlowOperator):
     def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         condition, body = self.bodies
         of_condition = live_inputs(condition, {0})
-        carried, live = _carried({*used, *of_condition}, self.carried, body, ())
-        operands, numbers = _numbered(carried | live | of_condition)
+        carried, live = _used_carry({*used, *of_condition}, self.carried, body, ())
+        operands, numbers = _renumber(carried | live | of_condition)
         carries = sorted(carried)
         bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, carries, numbers)]
         op = While(self.name, bodies, len(carries), self.checkpoint)
@@ -242,7 +243,7 @@ class Scan(ControlFlowOperator):
             ys[:] = flows[self.carried :]
             return flows[: self.carried]
 
-        return [*_settled(operands[: self.carried], step), *ys]
+        return [*_settled_axes(operands[: self.carried], step), *ys]
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         carried, stop = self.carried, self.carried + self.along
@@ -308,11 +309,11 @@ class Scan(ControlFlowOperator):
     def without_unused(self, count: int, used: Collection[int]) -> ReducedOperator:
         (body,) = self.bodies
         stacked = {j for j in used if j >= self.carried}
-        carried, live = _carried(used, self.carried, body, stacked)
+        carried, live = _used_carry(used, self.carried, body, stacked)
         along = {i for i in range(self.carried, self.carried + self.along) if i in live}
         if self.along and not along and self.length is None:
             along = {self.carried}  # it determines the number of steps
-        operands, numbers = _numbered(carried | live | along)
+        operands, numbers = _renumber(carried | live | along)
         positions = sorted(carried | stacked)
         narrowed = narrowed_body(body, positions, numbers)
         op = Scan(self.name, [narrowed], len(carried), len(along), self.length, self.reverse)
@@ -344,7 +345,7 @@ class AssociativeScan(ControlFlowOperator):
     def result_axes(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         (body,) = self.bodies
         rest = operands[self.along :]
-        return _settled(
+        return _settled_axes(
             operands[: self.along], lambda along: through(body, [*along, *along, *rest])
         )
 
@@ -411,7 +412,9 @@ class AssociativeScan(ControlFlowOperator):
         return ReducedOperator(op, (*positions, *(at - n for at in rest)), tuple(positions))
 
 
-def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]) -> list[Axes]:
+def _settled_axes(
+    first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]
+) -> list[Axes]:
     """Return the axes of a carry after any number of steps."""
     carry = list(first)
     while True:
@@ -457,13 +460,13 @@ def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy
 
 
-def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:
+def _renumber(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:
     """Return the kept operands in order, and the new index of each."""
     positions = tuple(sorted(operands))
     return positions, {at: i for i, at in enumerate(positions)}
 
 
-def _carried(
+def _used_carry(
     wanted: Collection[int], count: int, body: Body, results: Collection[int]
 ) -> tuple[set[int], set[int]]:
     """Return the used part of a loop's carry, and all operands that its body uses.

@@ -20,16 +20,21 @@ from tsfunc.bridge.control.node_writes import memory_key
 from tsfunc.bridge.control.traced_bodies import (
     TracedBody,
     TracedResult,
-    common,
     common_order,
     have_same_strides,
     operands_of,
     order_of,
+    union_of_frames,
     use_copies,
     written_outside,
 )
 from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, is_traced
-from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
+from tsfunc.bridge.tracers.draw_keys import (
+    DrawCountSnapshot,
+    count_draws,
+    draw_counts,
+    set_draw_counts,
+)
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
@@ -74,7 +79,9 @@ def record_switch(
     else:
         chosen, _ = unwrap_all(index)
     runs = [
-        counted(lambda branch=branch: branch(*pytrees.tree_map(as_seen_by_current_level, operands)))
+        count_draws(
+            lambda branch=branch: branch(*pytrees.tree_map(as_seen_by_current_level, operands))
+        )
         for branch in branches
     ]
     bodies = [TracedBody(trace, run, (), hidden) for run in runs]
@@ -97,7 +104,7 @@ def record_switch(
         body.convert_results(dtypes)
     columns = zip(*(body.batched() for body in bodies), strict=True)
     stacks = [
-        common(column) if isinstance(leaf, torch.Tensor) else None
+        union_of_frames(column) if isinstance(leaf, torch.Tensor) else None
         for leaf, column in zip(bodies[0].leaves, columns, strict=True)
     ]
     # NOTE [layouts of results] in ``traced_bodies``.
@@ -114,7 +121,7 @@ def record_switch(
     op = Switch(label, branch_bodies, batching)
     tensor_results = [r for r in results if r is not None]
     outputs = call_for_examples(op, hidden, trace, [chosen, *tensors], numbers, tensor_results)
-    out, drawn, *values = filled(bodies[0], outputs)
+    out, drawn, *values = fill_tensors(bodies[0], outputs)
     set_draw_counts(drawn)
     copy_back(written, *values)
     return out
@@ -126,7 +133,7 @@ def copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = 
         tensor.copy_(value)
 
 
-def filled(body: TracedBody | Carry, tensors: Sequence[Any]) -> Any:
+def fill_tensors(body: TracedBody | Carry, tensors: Sequence[Any]) -> Any:
     """Return tensors in the structure of a body's results, or of a carry, with its other leaves."""
     values = iter(tensors)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]
@@ -193,7 +200,7 @@ class Carry:
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors."""
-        return filled(self, tensors)
+        return fill_tensors(self, tensors)
 
     def tree_with_numbers(self, tensors: Sequence[Any]) -> Any:
         """Return the carry with other tensors, and the numbers of the first carry."""
@@ -290,7 +297,7 @@ class Carry:
             None if stack is None else self.hidden.input_layout(stack) for stack in self.stacks()
         ]
         stacks += [
-            common([needs]) if isinstance(leaf, torch.Tensor) else None
+            union_of_frames([needs]) if isinstance(leaf, torch.Tensor) else None
             for leaf, needs in zip(body.leaves[count:], needed[count:], strict=True)
         ]
         orders = self.orders(body, stacks)

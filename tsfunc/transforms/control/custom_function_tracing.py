@@ -131,7 +131,7 @@ def _rule_call(callee: PythonCallee, values: Sequence[Any]) -> _RuleCall:
     return _RuleCall(call, sizes, operands)
 
 
-def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
+def _trace_primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     """Trace the function itself as a part; its call is appended to ``calls``."""
     callee = tracing.callee
 
@@ -146,7 +146,7 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
 def with_vjp(tracing: Tracing) -> CustomVjp:
     callee, operands = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
-    primal = _primal(tracing, calls)
+    primal = _trace_primal(tracing, calls)
     results = types_of(primal)
     differentiable = differentiable_indices(results)
     residual_trees: list[PassedTree] = []
@@ -190,7 +190,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
 def with_jvp(tracing: Tracing) -> CustomJvp:
     callee, operands = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
-    primal = _primal(tracing, calls)
+    primal = _trace_primal(tracing, calls)
     results, count = types_of(primal), calls[-1].count
     wrt = [i for i in differentiable_indices(callee.types) if i < count]
 

@@ -1,9 +1,9 @@
 """Functions with custom rules as graphs: the callees of a loaded program.
 
 Each class rebuilds the user's function with the public tools: one with a ``custom_vjp`` is a
-``custom_vjp`` whose function and rules are graphs. It therefore behaves the same under transforms.
-All graphs take the function's tensors and then its numbers; rules take more values after these.
-A function with a batching rule of the user has no such form.
+``custom_vjp`` whose function and rules are graphs. The rebuilt function therefore behaves the same
+under transforms. All graphs take the function's tensors and then its numbers; rules take more
+values after these. A function with a batching rule of the user has no such form.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Solution(TracedCallee):
         return PartType([*first, *self.own], self.count, more=other)
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        solve, other, last = (_closed(part) for part in self.parts)
+        solve, other, last = (_with_consts(part) for part in self.parts)
         equation = self.equation(self.name, self.count, other, solve, last)
         return solve_equation(equation, operands[: self.count], operands[self.count :])
 
@@ -279,7 +279,7 @@ class RootSolution(_Solution):
     tangent: CalleeGraph
 
 
-def _closed(part: CalleeGraph) -> WithConsts:
+def _with_consts(part: CalleeGraph) -> WithConsts:
     return lambda values, closed: part(*values, *closed)
 
 

@@ -28,8 +28,8 @@ from tsfunc.bridge.control.control_flow import (
     ReducedOperator,
     random_state,
 )
-from tsfunc.bridge.control.effect_operator import muted
-from tsfunc.bridge.control.retraced import retraced
+from tsfunc.bridge.control.effect_operator import mute_effects
+from tsfunc.bridge.control.retraced import retrace
 from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
@@ -104,7 +104,7 @@ def run_pullback(
     inputs, cotangents, numbers = DerivativeOperands.of(operands, count, len(results))
 
     def chosen(*values: Any) -> tuple[Any, ...]:
-        with muted():  # NOTE [debug effects]
+        with mute_effects():  # NOTE [debug effects]
             outputs = run(*with_replaced(inputs, wrt, values), *numbers)
         return tuple(outputs[j] for j in results)
 
@@ -133,7 +133,7 @@ def run_jvp(
     """
 
     def chosen(*primals: Any) -> tuple[Any, ...]:
-        with muted():  # NOTE [debug effects]
+        with mute_effects():  # NOTE [debug effects]
             return tuple(run(*with_replaced(values, wrt, primals), *numbers))
 
     results, tangents_out = jvp(chosen, tuple(values[i] for i in wrt), tuple(tangents))
@@ -227,7 +227,7 @@ class ControlFlowOperator(ControlFlow):
                 numbers_by_expr[expr] = writer.number(value, operands)
             return numbers_by_expr[expr]
 
-        body, numbers, constants = retraced(self.name, run, operands, number)
+        body, numbers, constants = retrace(self.name, run, operands, number)
         simplify_part(body.graph)
         return writer.inline(body, [*operands, *numbers], constants)
 
@@ -284,7 +284,7 @@ class MappedOperator(ExpandedOperator):
         if merged is not None and self._is_cheap_as_one(operands):
             return merged(*operands)
         physical = self.op.of_batch(operands, self.batched)
-        return self._vmapped(*operands) if physical is None else _contiguous(physical)
+        return self._vmapped(*operands) if physical is None else _make_contiguous(physical)
 
     def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
         return _call_batched(self.op, self.batched, *operands)
@@ -299,7 +299,7 @@ class MappedOperator(ExpandedOperator):
         if not self.run_on_subsets or not isinstance(inner, MappedOperator):
             return None
         either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
-        return _flattened(MappedOperator(inner.op, either), self.batched, inner.batched)
+        return _flatten_batches(MappedOperator(inner.op, either), self.batched, inner.batched)
 
     def expanded(self) -> Callable[..., tuple[Any, ...]]:
         """Return the choices and loops of the whole batch."""
@@ -342,15 +342,15 @@ def _call_batched(
     dims = [0 if each else None for each in batched]
     dims += [None] * (len(operands) - len(dims))
     results: tuple[Any, ...] = vmap(op, in_dims=tuple(dims), randomness="same")(*operands)
-    return _contiguous(results)
+    return _make_contiguous(results)
 
 
-def _contiguous(results: Iterable[Any]) -> tuple[Any, ...]:
+def _make_contiguous(results: Iterable[Any]) -> tuple[Any, ...]:
     """Return results with the strides of NOTE [layouts of results] in ``traced_bodies``."""
     return tuple(x.contiguous() for x in results)
 
 
-def _flattened(
+def _flatten_batches(
     form: Callable[..., tuple[Any, ...]], outer: Sequence[bool], inner: Sequence[bool]
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a batch of batches of calls, from the form of one batch.

@@ -35,8 +35,8 @@ def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[A
         return (true_fun if pred else false_fun)(*unpacked)
     return torch.cond(
         _truth(pred),
-        lambda: _chosen(true_fun(*unpacked)),
-        lambda: _chosen(false_fun(*unpacked)),
+        lambda: _own_branch_result(true_fun(*unpacked)),
+        lambda: _own_branch_result(false_fun(*unpacked)),
         (),
     )
 
@@ -51,9 +51,12 @@ def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...])
 
     def of(first: int) -> Any:
         if first == last:
-            return _chosen(branches[first](*unpacked))
+            return _own_branch_result(branches[first](*unpacked))
         return torch.cond(
-            number <= first, lambda: _chosen(branches[first](*unpacked)), lambda: of(first + 1), ()
+            number <= first,
+            lambda: _own_branch_result(branches[first](*unpacked)),
+            lambda: of(first + 1),
+            (),
         )
 
     return of(0)
@@ -73,7 +76,9 @@ def while_loop(cond_fun: _Function, body_fun: _Function, init: Any) -> Any:
             return list(new) if isinstance(init, list) else tuple(new)
 
     return torch_while_loop(
-        lambda carry: _truth(cond_fun(carry)), lambda carry: _owned(body_fun(carry)), _owned(init)
+        lambda carry: _truth(cond_fun(carry)),
+        lambda carry: _own_tensors(body_fun(carry)),
+        _own_tensors(init),
     )
 
 
@@ -98,16 +103,16 @@ def scan(
 
     def step(carry: Any, x: Any) -> Any:
         new, y = f(carry, xs if counted else x)
-        return _owned(new), torch.empty(0) if y is None else _owned(y)
+        return _own_tensors(new), torch.empty(0) if y is None else _own_tensors(y)
 
     if counted:
-        return torch_scan(step, _owned(init), torch.arange(length or 0), 0, reverse)
-    return torch_scan(step, _owned(init), xs, dim, reverse)
+        return torch_scan(step, _own_tensors(init), torch.arange(length or 0), 0, reverse)
+    return torch_scan(step, _own_tensors(init), xs, dim, reverse)
 
 
 def map_(f: _Function, xs: Any, args: tuple[Any, ...]) -> Any:
     """Call torch's ``map``."""
-    return torch_map(lambda x: _owned(f(x, *args)), xs)
+    return torch_map(lambda x: _own_tensors(f(x, *args)), xs)
 
 
 def associative_scan(fn: _Function, elems: Any, axis: int, reverse: bool, of_slices: bool) -> Any:
@@ -115,7 +120,7 @@ def associative_scan(fn: _Function, elems: Any, axis: int, reverse: bool, of_sli
 
     def one(left: Any, right: Any) -> Any:
         if of_slices:
-            return _owned(fn(left, right))
+            return _own_tensors(fn(left, right))
         batches = [torch_tree_map(lambda x: x.unsqueeze(axis), tree) for tree in (left, right)]
         return torch_tree_map(lambda x: x.squeeze(axis).clone(), fn(*batches))
 
@@ -128,12 +133,12 @@ def _truth(value: Any) -> Any:
     return value
 
 
-def _chosen(tree: Any) -> Any:
+def _own_branch_result(tree: Any) -> Any:
     """Return a branch's result as copies; ints are unchanged."""
     return torch_tree_map(lambda x: x if type(x) is int else _owned_leaf(x), tree)
 
 
-def _owned(tree: Any) -> Any:
+def _own_tensors(tree: Any) -> Any:
     """Return a tree with copies of its tensors, and numbers as tensors."""
     return torch_tree_map(_owned_leaf, tree)
 

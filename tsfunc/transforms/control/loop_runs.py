@@ -17,7 +17,7 @@ from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.draw_keys import (
     DrawCounts,
-    counted,
+    count_draws,
     draw_counts,
     draws_are_counted,
     merge_draw_counts,
@@ -259,7 +259,7 @@ class Loop:
         def body(state: Any) -> Any:
             carry, active = state
             self.copy_carry()
-            step = counted(self.and_condition, level.depth)
+            step = count_draws(self.and_condition, level.depth)
             if guarded:
                 stepped, drawn = run_guarded(level, active, self.label, step, (carry,))
             else:

@@ -49,24 +49,24 @@ class LoopValues:
         """
         if self.written is not None:
             if self.slices_written:
-                slices = _copied(slices)
+                slices = _copy_tensors(slices)
             return carry, body(carry, *slices)
         # Local variables hold the copies: what the loop holds is from outside for a vmap.
-        copy, copies = _copied(carry), _copied(slices)
+        copy, copies = _copy_tensors(carry), _copy_tensors(slices)
         before, before_slices = _states(copy), _states(copies)
         result = body(copy, *copies)
-        self.written = _changed(before)
+        self.written = _written_positions(before)
         self.records = torch.is_grad_enabled() and any(
             is_differentiated(before[i][0]) for i in self.written
         )
-        self.slices_written = bool(_changed(before_slices))
+        self.slices_written = bool(_written_positions(before_slices))
         return copy, result
 
     def next_carry(self, carry: Any, result: Any) -> Any:
         """Return the carry that a step has returned, apart from other tensors if it is written."""
         if not self.written:
             return result
-        if not self.records and _same(carry, result):
+        if not self.records and _returns_unchanged(carry, result):
             return result
         before = pytrees.flatten(carry)[0]
         after, structure = pytrees.flatten(result)
@@ -87,10 +87,10 @@ class LoopValues:
 
     def result(self, y: Any) -> Any:
         """Return another result of a step, which later steps do not change."""
-        return _copied(y) if self.written and y is not None else y
+        return _copy_tensors(y) if self.written and y is not None else y
 
 
-def _same(carry: Any, result: Any) -> bool:
+def _returns_unchanged(carry: Any, result: Any) -> bool:
     """True if a step has returned the tensors that it got, or a tuple of them with numbers."""
     if type(carry) is tuple and type(result) is tuple:
         pairs = zip(carry, result, strict=True)
@@ -109,7 +109,7 @@ def _states(tree: Any) -> list[tuple[Any, Any, int]]:
     ]
 
 
-def _changed(states: list[tuple[Any, Any, int]]) -> list[int]:
+def _written_positions(states: list[tuple[Any, Any, int]]) -> list[int]:
     """Return the positions of tensors that have been written into."""
     return [
         i
@@ -119,7 +119,7 @@ def _changed(states: list[tuple[Any, Any, int]]) -> list[int]:
     ]
 
 
-def _copied(tree: Any) -> Any:
+def _copy_tensors(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.clone()
     return pytrees.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)

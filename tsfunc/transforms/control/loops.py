@@ -144,9 +144,9 @@ def fori_loop(
             counts = lambda carry: carry[0] < carry[1]  # noqa: E731
             last = _loop("fori_loop", counts, step, checkpoint, carry).run_to_end(carry)[2]
             return last
-    bounds: list[Any] = [_bound(value) for value in (lower, upper)]
+    bounds: list[Any] = [_known_bound(value) for value in (lower, upper)]
     trace = current_trace()
-    if trace is not None and _numbered(*bounds):
+    if trace is not None and _has_known_length(*bounds):
         if all(isinstance(b, int) for b in bounds) and bounds[1] <= bounds[0]:
             step = functools.partial(body_fun, bounds[0])
             check_zero_steps("fori_loop", body_fun, step, init_val, ADVICE)
@@ -188,7 +188,7 @@ def _loop(
     return loop
 
 
-def _bound(value: Any) -> Any:
+def _known_bound(value: Any) -> Any:
     """Return a bound of a range: an int if its value is known."""
     if isinstance(value, float) or (
         isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1
@@ -200,7 +200,7 @@ def _bound(value: Any) -> Any:
     return choice if isinstance(choice, int) else value
 
 
-def _numbered(lower: Any, upper: Any) -> bool:
+def _has_known_length(lower: Any, upper: Any) -> bool:
     """True if the length of a range is known, or symbolic and at least one."""
     if isinstance(lower, int) and isinstance(upper, int):
         return True

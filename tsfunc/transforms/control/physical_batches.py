@@ -97,7 +97,7 @@ class PhysicalBatch:
 
     def select(self, index: torch.Tensor, *, single: bool = False) -> PhysicalBatch:
         taken = [
-            _selected(x, index) if batched else x
+            _select(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
         ]
         numbers = index if self.numbers is None else self.numbers.index_select(0, index)
@@ -105,7 +105,7 @@ class PhysicalBatch:
 
     def select_state(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert self.index is not None
-        return [_selected(x, self.index) for x in state]
+        return [_select(x, self.index) for x in state]
 
     def merge_states(
         self, parts: Sequence[tuple[PhysicalBatch, Sequence[torch.Tensor]]]
@@ -115,7 +115,7 @@ class PhysicalBatch:
         numbers = [group.numbers for group, _ in parts if group.numbers is not None]
         order = torch.cat(numbers).argsort()
         columns = zip(*[state for _, state in parts], strict=True)
-        return [_selected(torch.cat(column), order) for column in columns]
+        return [_select(torch.cat(column), order) for column in columns]
 
     def vmapped(self, body: Body, function: BodyFunction | None = None) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced.
@@ -205,7 +205,7 @@ def _on_physical(
     if not _is_outermost(level):
         return None
     with level.restored():
-        batch = _physical(operands, level)
+        batch = _physical_batch(operands, level)
         results = None if batch is None else run(batch)
     return None if results is None else tuple([wrap(x, 0, level) for x in results])
 
@@ -277,7 +277,7 @@ def run_batched_choice(
     return batch.merge_states(parts)
 
 
-def _selected(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _select(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Select examples of a tensor, which may be on another device than the index."""
     return x.index_select(0, index if index.device == x.device else index.to(x.device))
 
@@ -291,7 +291,7 @@ def _is_outermost(level: BatchLevel) -> bool:
     )  # fmt: skip
 
 
-def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | None:
+def _physical_batch(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | None:
     """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:

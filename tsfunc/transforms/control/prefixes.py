@@ -32,10 +32,10 @@ def prefixes(
         even = [torch.cat(two, at) for *two, at in zip(first, rest, axes, strict=True)]
     else:
         even = first
-    return [_interleaved(a, b, at, size) for a, b, at in zip(even, odd, axes, strict=True)]
+    return [_interleave(a, b, at, size) for a, b, at in zip(even, odd, axes, strict=True)]
 
 
-def _interleaved(even: torch.Tensor, odd: torch.Tensor, at: int, size: int) -> torch.Tensor:
+def _interleave(even: torch.Tensor, odd: torch.Tensor, at: int, size: int) -> torch.Tensor:
     """Return the entries of two tensors in turn along a dim; the first may have one more."""
     count = size // 2
     both = torch.stack([even.narrow(at, 0, count), odd], at + 1).flatten(at, at + 1)

@@ -24,7 +24,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
 from tsfunc.bridge.grad.autograd import is_perturbed
-from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
+from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observe_axes
 from tsfunc.bridge.trace.trace_level import TraceTracer, current_trace
 from tsfunc.bridge.trace.trace_rules import records_outside
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -60,7 +60,7 @@ def axes_of_exchanges(
 
         return run
 
-    with observing() as seen:
+    with observe_axes() as seen:
         for function in functions:
             try:
                 abstract_results(label, outlined(function), operands, {})

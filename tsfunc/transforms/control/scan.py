@@ -131,7 +131,7 @@ def scan(
         return init, stack_of_no_steps(abstract_results("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
-    return carry, stacked(ys, dim)
+    return carry, stack_results(ys, dim)
 
 
 @run_by(Scan)
@@ -300,7 +300,7 @@ def _length(
     return sizes[0]
 
 
-def stacked(ys: Sequence[Any], dim: int) -> Any:
+def stack_results(ys: Sequence[Any], dim: int) -> Any:
     """Return the results of the steps as one pytree of stacked tensors."""
     flat = [pytrees.flatten(y) for y in ys]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)

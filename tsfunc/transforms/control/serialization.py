@@ -246,13 +246,13 @@ def _encode_maps(op: FunctionCall, writer: GraphWriter) -> list[Any]:
             "out_dims": list(dim_map.out_dims),
             "randomness": dim_map.randomness,
             "axis_name": encode(dim_map.axis_name),
-            "axis_size": _fixed(dim_map.axis_size),
+            "axis_size": _fixed_size(dim_map.axis_size),
         }
         for dim_map in op.maps
     ]
 
 
-def _fixed(size: Any) -> Any:
+def _fixed_size(size: Any) -> Any:
     if size is not None and not isinstance(size, int):
         raise NoFileForm("a function with rules in a vmap of a size that no tensor has")
     return size
