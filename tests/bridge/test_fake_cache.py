@@ -280,7 +280,7 @@ def test_results_that_share_a_memory_of_their_own_are_not_kept(
     (a,) = trace.fake([r(4)])
     with trace.symbols.fake:
         halves = torch.empty(8).split(4)
-    monkeypatch.setattr(fake_results, "results_of", lambda *given: halves)
+    monkeypatch.setattr(fake_results, "results_of_fixed_sizes", lambda *given: halves)
     for _ in range(2):
         assert trace.kept.of(operator_of(aten.sin.default), [a], {}) is halves
 
