@@ -1,4 +1,4 @@
-"""NOTE [constraints from remainders] in ``bridge/sizes/remainders``."""
+"""NOTE [constraints from remainders] in ``bridge/sizes/bounds``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._sympy.functions import FloorDiv, PythonMod
 from tests.bridge.size_expressions import H, W, expressions
 from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
-from tsfunc.bridge.sizes.remainders import holds_by_remainders
+from tsfunc.bridge.sizes.bounds import holds_by_remainders
 
 SIZES = {"h": (2, 1), "w": (2, 1)}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
-from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.trace.graph_nodes import base_node
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer

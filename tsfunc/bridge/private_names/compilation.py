@@ -97,7 +97,7 @@ def _arguments_of_nodes() -> None:
     risk=Risk.LOW,
 )
 def _names_of_nodes() -> None:
-    from tsfunc.bridge.trace.node_names import named_graph
+    from tsfunc.bridge.trace.graph_nodes import named_graph
 
     wanted = ["x", "x", "x_2", "x", "x_1", "sum", "sum", "x_1"]
     names = [

@@ -7,19 +7,16 @@ Symbols
     - ``shape_environment``: torch's ShapeEnv, with the user's lines
 Constraints
     - ``bounds``: constraints that hold for all sizes of the dims
-    - ``remainders``: constraints on quotients and remainders
     - ``equalities``: sizes that an operator requires to be equal
-    - ``assumed_constraints``: constraints given as text
 Results of operators
     - ``fake_results``: the results of a call on fake tensors
     - ``fake_mode``: calls of fixed sizes, without FakeTensorMode
     - ``fake_versions``: the versions of fake tensors
-    - ``shape_fitting``, ``shape_probe``: results found by calls at other sizes
+    - ``shape_probe``: results found by calls at other sizes
     - ``strides``: the strides of results
     - ``kernel_sizes``: composite kernels that need plain ints
 Shape rules
-    - ``shape_rules``: rules that replace torch's
-    - ``result_rules``: rules that torch lacks
-    - ``reshape_rules``, ``split_rules``, ``window_rules``, ``recurrent_rules``: those of families
+    - ``shape_rules``: rules that replace torch's, for views, splits and reshapes
+    - ``result_rules``: rules that torch lacks, and those of windows and recurrent layers
     - ``sized_indexing``: ints and slices in ``x[...]``
 """

@@ -12,7 +12,7 @@ requirement on the descriptors only for these equalities, or if the results diff
 operator accepts too few sizes.
 
 If a rule fails because it does not support symbolic sizes, the sizes of the results are found in
-the same way (``shape_fitting``).
+the same way (``shape_probe``).
 
 NOTE [cached results]
 A model calls the same operators on tensors of the same metadata again and again, and torch's
@@ -64,10 +64,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from tsfunc.bridge.sizes import recurrent_rules as recurrent_rules  # registers its rules
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
-from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
-from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.fake_mode import as_fake, new_fake, results_of_fixed_sizes
 from tsfunc.bridge.sizes.fake_versions import (
     count_write,
@@ -75,10 +72,13 @@ from tsfunc.bridge.sizes.fake_versions import (
     fakes_in,
     update_versions,
 )
-from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
-from tsfunc.bridge.sizes.shape_fitting import fit_shapes
-from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
-from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
+from tsfunc.bridge.sizes.shape_probe import ShapeProbe, fit_shapes, symbols_among
+from tsfunc.bridge.sizes.shape_rules import (
+    OTHER_SHAPES,
+    RULES_OF_FIXED_SIZES,
+    SHAPE_RULES,
+    is_of_data,
+)
 from tsfunc.bridge.sizes.strides import check_view, kernel_strides
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS

@@ -4,6 +4,15 @@ Some torch kernels check data (``cov``), or read a number from a tensor that doe
 shape (``ctc_loss``); the rules of other operators do not support symbolic sizes. This module
 defines their results. NOTE [guards of operators] in ``fake_results`` describes operators
 without a rule here.
+
+NOTE [windows]
+torch's rules for pooling and patches read the size of a window, which adds a guard on its value.
+The operator checks that a window fits when the program runs.
+
+NOTE [recurrent layers]
+torch computes the shapes of a layer by all of its steps, which takes a second for twenty of them. A
+packed sequence has as many rows as the sum of its lengths, and as many batch sizes as its longest
+sequence: NOTE [sizes of data] in ``symbols``. The first batch size is the number of sequences.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import channels_last_order, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.schemas import overload_of
 from tsfunc.bridge.tracers.user_queries import (
+    has_symbols,
     statically_known_true,
     suppress_guards,
     suppress_guards_of,
@@ -301,3 +311,142 @@ for _name, _training in (("native_batch_norm", 4), ("_native_batch_norm_legit", 
                          ("_native_batch_norm_legit.no_stats", 2),
                          ("_batch_norm_with_update", None)):  # fmt: skip
     shape_rule(_name, fixed=True)(_batch_norm(_name, _training))
+
+
+# --- windows: pooling, and the patches of unfold
+
+
+def _average_pool(dims: int) -> Callable[..., Any]:
+    """Return the rule for averages over windows in the last dims."""
+
+    def rule(
+        x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> Any:  # fmt: skip
+        shape = _pooled_shape(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, 1)
+        if shape is None:
+            return NotImplemented
+        return new_like(x, shape, order=channels_last_order(x, dims))
+
+    return rule
+
+
+def _max_pool(dims: int, *, with_indices: bool) -> Callable[..., Any]:
+    """Return the rule for maxima over windows in the last dims, with or without indices."""
+
+    def rule(
+        x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Any:  # fmt: skip
+        shape = _pooled_shape(
+            x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, dilation
+        )
+        if shape is None:
+            return NotImplemented
+        order = channels_last_order(x, dims)
+        values = new_like(x, shape, order=order)
+        return (values, new_like(x, shape, torch.int64, order)) if with_indices else values
+
+    return rule
+
+
+for _dims in (1, 2, 3):
+    shape_rule(f"avg_pool{_dims}d")(_average_pool(_dims))
+    shape_rule(f"max_pool{_dims}d")(_max_pool(_dims, with_indices=False))
+    shape_rule(f"max_pool{_dims}d_with_indices")(_max_pool(_dims, with_indices=True))
+
+
+@shape_rule("im2col")
+def _patches(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    if not has_symbols((kernel_size, dilation, padding, stride)) or x.dim() not in (3, 4):
+        return NotImplemented
+    counts = _counts(x.shape[-2:], kernel_size, stride, padding, dilation)
+    values = x.shape[-3] * math.prod(_per_dim(kernel_size, 2))
+    return new_like(x, [*x.shape[:-3], values, math.prod(counts)])
+
+
+def _pooled_shape(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | None:
+    """Return the shape of a pooled tensor; None to use torch's rule."""
+    if not has_symbols(window) or ceil_mode or x.dim() not in (dims + 1, dims + 2):
+        return None
+    return [*x.shape[:-dims], *_counts(x.shape[-dims:], *window)]
+
+
+def _counts(
+    sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> list[Any]:
+    """Return the number of windows along each dim."""
+    window = (_per_dim(extent, len(sizes)) for extent in (kernel, stride, padding, dilation))
+    return [
+        (size + 2 * around - apart * (length - 1) - 1) // step + 1
+        for size, length, step, around, apart in zip(sizes, *window, strict=True)
+    ]
+
+
+def _per_dim(value: Any, dims: int) -> Sequence[Any]:
+    """Return an argument for each dim; torch accepts one value for all dims."""
+    numbers = [*value] if isinstance(value, list | tuple) else [value]
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+# --- recurrent layers, and packed sequences
+
+
+def _fresh_size(x: Any, overload: Any) -> Any:
+    """Return a fresh symbolic size without a hint, of at least 1."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    env = x.fake_mode.shape_env
+    if env is None:
+        raise DynamicOutputShapeException(overload)
+    size = env.create_unbacked_symint()
+    _constrain_range_for_size(size, min=1)
+    return size
+
+
+@shape_rule("_pack_padded_sequence", fixed=True)
+def _pack(x: Any, lengths: Any, batch_first: bool) -> Any:
+    overload = torch.ops.aten._pack_padded_sequence.default
+    rows, steps = _fresh_size(x, overload), _fresh_size(x, overload)
+    return new_like(x, [rows, *x.shape[2:]]), new_like(lengths, [steps], torch.int64)
+
+
+@shape_rule("_pad_packed_sequence", fixed=True)
+def _pad(
+    data: Any, batch_sizes: Any, batch_first: bool, padding_value: Any, total_length: Any
+) -> Any:
+    count = _fresh_size(data, torch.ops.aten._pad_packed_sequence.default)
+    shape = [total_length, count, *data.shape[1:]]
+    order = [1, 0, *range(2, len(shape))]
+    if batch_first:
+        shape[:2] = shape[1::-1]
+    padded = new_like(data, shape, order=order if batch_first else ())
+    return padded, new_like(batch_sizes, [count], torch.int64)
+
+
+@shape_rule("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data", fixed=True)
+def _layers(
+    data: Any, batch_sizes: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool,
+) -> Any:  # fmt: skip
+    features, ended = _features_and_states(data, hx, bidirectional)
+    return new_like(data, [data.shape[0], features]), *ended
+
+
+@shape_rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input", fixed=True)
+def _layers_of_steps(
+    x: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    if x.dim() != 3:
+        return NotImplemented  # torch raises the error
+    features, ended = _features_and_states(x, hx, bidirectional)
+    order = (1, 0, 2) if batch_first else ()
+    return new_like(x, [*x.shape[:2], features], order=order), *ended
+
+
+def _features_and_states(x: Any, hx: Any, bidirectional: bool) -> tuple[Any, list[Any]]:
+    """Return the number of features of a layer's result, and the states after the last step."""
+    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    features = states[0].shape[-1] * (2 if bidirectional else 1)
+    return features, [new_like(x, state.shape, state.dtype) for state in states]

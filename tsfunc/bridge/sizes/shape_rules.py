@@ -11,10 +11,24 @@ The size of ``x[:k]`` and the storage offset of ``x[k]`` are new symbols if ``k`
 A derivative slices a value and its tangent at the same bounds, and torch requires equal sizes and
 offsets of them. Equal bounds of dims of equal size therefore give the same symbols, within one
 graph.
+
+NOTE [reshapes]
+A reshape requires only that the number of elements stays the same. A size of -1 must divide evenly.
+For a single dim, whose descriptor can guarantee it (``multiple_of``), this is guarded; otherwise
+the operator checks it when the program runs. torch's fake-tensor rules walk the dims of both
+shapes, merge and split them until they agree, and test at each step which of two sizes is larger
+and whether it is a multiple. A contiguous tensor can be viewed as every shape, whatever the results
+of these tests.
+
+NOTE [splits]
+The number of parts is guarded, and the lengths of the parts are expressions. torch's fake-tensor
+rules walk the parts and compare the begin and end of each with the dim, which takes minutes and
+adds more guards on a named dim than the number of parts.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +36,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
+from tsfunc.bridge.sizes.shape_environment import count_of
+from tsfunc.bridge.sizes.shape_probe import symbols_among
 from tsfunc.bridge.tracers.user_queries import has_symbols, statically_known_true, suppress_guards
 from tsfunc.ops.dims import dense_strides, memory_span, wrap_dim
 
@@ -256,3 +272,147 @@ def _least(one: Any, other: Any) -> Any:
 
 def _at_least_0(value: Any) -> Any:
     return value if statically_known_true(value >= 0) else torch.sym_max(value, 0)
+
+
+# --- reshapes
+
+
+# Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
+# number (``hsplit``, ``glu``, ``pixel_shuffle``) check them when the program runs.
+OTHER_SHAPES = frozenset({
+    "aten::reshape", "aten::view", "aten::_unsafe_view", "aten::view_copy", "aten::_reshape_copy",
+})  # fmt: skip
+
+
+@shape_rule("reshape", "view", "_unsafe_view")
+def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
+    """Return a view of a contiguous tensor, NotImplemented for other tensors."""
+    filled = _filled_in(x, shape)
+    if filled is None or not _is_in_order(x):
+        return NotImplemented
+    return view_like(x, filled, dense_strides(filled))
+
+
+@shape_rule("view_copy", "_reshape_copy")
+def reshape_copy_of(x: Any, shape: Sequence[Any]) -> Any:
+    filled = _filled_in(x, shape)
+    return NotImplemented if filled is None else new_like(x, filled)
+
+
+def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
+    """Return a shape with its -1 filled in; None if torch has to report an error."""
+    if not are_named(*x.shape, *shape):
+        return None
+    left_out = [i for i, size in enumerate(shape) if type(size) is int and size == -1]
+    sizes = [size for i, size in enumerate(shape) if i not in left_out]
+    if len(left_out) > 1 or not all(_holds_or_guards(size >= 0) for size in sizes):
+        return None
+    count, rest = math.prod(x.shape), math.prod(sizes)
+    if not left_out:
+        return list(shape) if _holds_or_guards(count == rest) else None
+    with suppress_guards(x.fake_mode):
+        if not (rest > 0 and count % rest == 0):
+            return None
+    if statically_known_true(rest > 0) and len(symbols_among([count % rest])) == 1:
+        _holds_or_guards(count % rest == 0)
+    filled = list(shape)
+    filled[left_out[0]] = count // rest
+    return filled
+
+
+def _holds_or_guards(constraint: Any) -> bool:
+    """True if a constraint holds; unless it is known to hold, this adds a guard."""
+    return statically_known_true(constraint) or bool(constraint)
+
+
+def _is_in_order(x: Any) -> bool:
+    """True if a tensor is known to be contiguous."""
+    step: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not (statically_known_true(size == 1) or statically_known_true(stride == step)):
+            return False
+        step = step * size
+    return True
+
+
+# --- splits
+
+
+def _split_views(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
+    """Return consecutive views along a dim, of the given lengths."""
+    parts = []
+    begin: Any = 0
+    for length in lengths:
+        shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+        parts.append(view_like(x, shape, x.stride(), x.storage_offset() + begin * x.stride(dim)))
+        begin = begin + length
+    return parts
+
+
+@shape_rule("unbind.int")
+def unbind_of(x: torch.Tensor, dim: int = 0) -> Any:
+    """``aten::unbind``: one part per element of the dim."""
+    if not x.dim() or not are_named(*x.shape):
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    return [
+        view_like(part, _without(part.shape, dim), _without(part.stride(), dim))
+        for part in _split_views(x, dim, [1] * count_of(x.shape[dim]))
+    ]
+
+
+def _without(values: Sequence[Any], dim: int) -> list[Any]:
+    return [value for d, value in enumerate(values) if d != dim]
+
+
+@shape_rule("split.Tensor", "unsafe_split.Tensor")
+def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
+    """``aten::split``: parts of one length, except for the last."""
+    if not x.dim() or not are_named(*x.shape, split_size):
+        return NotImplemented
+    if type(split_size) is int and split_size < 1:
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    size = x.shape[dim]
+    count = max(1, count_of((size + (split_size - 1)) // split_size))
+    return _split_views(x, dim, [split_size] * (count - 1) + [size - split_size * (count - 1)])
+
+
+@shape_rule("chunk", "unsafe_chunk")
+def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
+    """``aten::chunk``: parts of equal length, the shortest length for at most ``chunks`` parts.
+
+    There are exactly ``chunks`` parts if the dim divides evenly or is longer than ``(chunks - 1)
+    ** 2``, which is tested first; for a smaller dim the number of parts is guarded.
+    """
+    if not x.dim() or not are_named(*x.shape) or type(chunks) is not int or chunks < 1:
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    size = x.shape[dim]
+    if type(size) is int and size == 0:
+        return NotImplemented  # torch returns that many empty parts
+    goes_evenly, is_long = size % chunks == 0, size > (chunks - 1) ** 2
+    with suppress_guards(x.fake_mode):
+        in_call = bool(goes_evenly), bool(is_long)
+    if statically_known_true(goes_evenly) or (in_call == (True, False) and goes_evenly):
+        return _split_views(x, dim, [size // chunks] * chunks)
+    length = (size + (chunks - 1)) // chunks
+    if in_call[1] and is_long:
+        return _split_views(x, dim, [length] * (chunks - 1) + [size - length * (chunks - 1)])
+    return split_of(x, length, dim)
+
+
+@shape_rule("tensor_split.sections")
+def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
+    """``aten::tensor_split``: ``sections`` parts; the first ones may be longer by one."""
+    if not x.dim() or not are_named(*x.shape, sections):
+        return NotImplemented
+    if type(sections) is int and sections < 1:
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    size, count = x.shape[dim], count_of(sections)
+    return _split_views(x, dim, [(size + (count - 1 - i)) // count for i in range(count)])
+
+
+shape_rule("unbind_copy.int")(copying_rule(unbind_of))
+shape_rule("split_copy.Tensor")(copying_rule(split_of))

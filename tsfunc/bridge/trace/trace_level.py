@@ -31,8 +31,7 @@ from tsfunc.bridge.sizes.shape_rules import take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, shape_node, size_node, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
-from tsfunc.bridge.trace.node_memory import base_node
-from tsfunc.bridge.trace.node_names import name_of, named_graph
+from tsfunc.bridge.trace.graph_nodes import base_node, name_of, named_graph
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
 from tsfunc.bridge.trace.repeated_draws import draw_once

@@ -19,7 +19,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.control.node_writes import written_arguments
-from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.trace.graph_nodes import base_node
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_settings import outside_all_modes

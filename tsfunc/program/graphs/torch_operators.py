@@ -38,7 +38,7 @@ from tsfunc.bridge.control.retraced import fake_value
 from tsfunc.bridge.grad.autograd import is_differentiable
 from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
-from tsfunc.bridge.trace.node_memory import base_node
+from tsfunc.bridge.trace.graph_nodes import base_node
 from tsfunc.bridge.trace.torch_tracing import (
     CARRIES,
     contiguous_like,

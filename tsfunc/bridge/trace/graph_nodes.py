@@ -1,8 +1,12 @@
-"""The names of a trace's nodes: those that torch.fx gives, in a third of the time."""
+"""The nodes of a trace: their names, and the memory of their values.
+
+The names are those that torch.fx gives, in a third of the time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch.fx
@@ -51,3 +55,21 @@ def named_graph() -> torch.fx.Graph:
     graph = torch.fx.Graph()
     graph._graph_namespace = NodeNames()
     return graph
+
+
+# --- memory
+
+
+def base_node(node: torch.fx.Node, copies: Container[str] = ()) -> torch.fx.Node:
+    """Return the node whose memory a node's result has, through views and in-place operators.
+
+    Args:
+        copies: the names of operators whose results count as tensors of their own.
+    """
+    while node.args and isinstance(source := node.args[0], torch.fx.Node):
+        op = node.meta.get("op")
+        shares = node.target is operator.getitem if op is None else op.is_view or op.inplace
+        if not shares or (op is not None and op.name in copies):
+            break
+        node = source
+    return node
