@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.semantics.transform_tables import (
     BATCHED,
     EAGER,
+    PROGRAMS,
     SAME,
     Function,
     Transform,
@@ -115,6 +116,46 @@ def test_results_share_memory_as_the_functions_do(transform: Transform, f: Funct
     g = transform(f)
     for _ in range(2):
         assert memory([X, W, *g(X)]) == memory([X, W, *f(X)])
+
+
+# Operators that return their argument itself, or a view of it that is another tensor.
+ITSELF: dict[str, Function] = {
+    "to": lambda x: x.to(torch.float32),
+    "float": lambda x: x.float(),
+    "cpu": lambda x: x.cpu(),
+    "type": lambda x: x.type(torch.float32),
+    "type_as": lambda x: x.type_as(torch.zeros(1)),
+    "contiguous": lambda x: x.contiguous(),
+    "flatten": lambda x: x.flatten(-1, -1),
+    "resolve_conj": lambda x: x.resolve_conj(),
+    "real": lambda x: x.real,
+    "positive": lambda x: +x,
+    "dropout": lambda x: F.dropout(x, training=False),
+    "atleast_1d": lambda x: torch.atleast_1d([x])[0],
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x.new_zeros(1))[0],
+    "view": lambda x: x.view_as(x),
+    "index": lambda x: x[...],
+    "detach": lambda x: x.detach(),
+}
+
+
+@pytest.mark.parametrize("f", ITSELF.values(), ids=ITSELF.keys())
+@every(EAGER, PROGRAMS)
+def test_operators_return_their_argument_itself_as_in_plain_code(
+    transform: Transform, f: Function
+) -> None:
+    calls: list[tuple[bool, int]] = []
+
+    def g(x: Tensor) -> Tensor:
+        y = f(x)
+        calls.append((y is x, x.dim()))
+        return y
+
+    for _ in range(3):  # plans and recipes serve the later calls
+        transform(g)(X)
+    for is_itself, dim in calls:
+        x = torch.ones([2] * dim)
+        assert is_itself == (f(x) is x)
 
 
 AUXILIARY: dict[str, Transform] = {

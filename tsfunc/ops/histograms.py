@@ -133,7 +133,7 @@ def histogram_between(
     edges = expand_to_front(args[1], bdims[1], size)
     weight = _weight(bdims, args, kwargs, size)
     out = _histogram(x, [edges], weight, kwargs.get("density", False))
-    return (out, args[1]), (0, bdims[1])
+    return (out, args[1].clone()), (0, bdims[1])
 
 
 @row("aten::_histogramdd_bin_edges")

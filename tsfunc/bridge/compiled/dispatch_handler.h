@@ -212,7 +212,7 @@ class DispatchHandler : public c10::OperatorKernel {
     PyObject* bdim = direct ? slot(plan, slots.dim) : unbatched ? Py_None : names.zero;
     for (c10::IValue& value : values)
       value = with_tensors(
-          value, [&](const at::Tensor& tensor) { return wrap_tensor(tensor, bdim, call.level); });
+          value, [&](const at::Tensor& tensor) { return call.wrap_result(tensor, bdim); });
     return values;
   }
 

@@ -137,6 +137,11 @@ class Recipe {
     if (static_cast<size_t>(PyList_GET_SIZE(out)) != op.schema().returns().size()) return false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(out); ++i)
       if (!add_result(PyList_GET_ITEM(out, i))) return false;
+    // Python returns the tracer of an argument that is a result: tracer_of in nesting.py.
+    if (!op.schema().is_mutable())
+      for (const std::vector<Result>& parts : results_)
+        for (const Result& part : parts)
+          if (part.value >= 0 && part.value < static_cast<int>(given.size())) return false;
     for (size_t value = 0; value < last_.size(); ++value)
       if (last_[value] >= 0 && last_[value] < static_cast<int>(steps.size()))
         steps[last_[value]].last.push_back(value);

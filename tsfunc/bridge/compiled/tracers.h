@@ -409,6 +409,16 @@ class OperatorCall : public Call {
   // The tensor that is the first argument.
   const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
+  // The tracer of a result: the argument's if the operator returned an argument itself (tracer_of in
+  // nesting.py).
+  at::Tensor wrap_result(const at::Tensor& value, PyObject* bdim) const {
+    for (const Owned& held : held_)
+      if (held.get() != nullptr && is_tracer(held.get()) && level_of(held.get()) == level &&
+          bdim_of(held.get()) == bdim && tensor_of(held.get())->is_same(value))
+        return THPVariable_Unpack(held.get());
+    return wrap_tensor(value, bdim, level);
+  }
+
   // Let the value that a call writes have a Python object, and its history be up to date.
   void hold_written() const {
     if (is_tracer(held_[0].get())) update_history(value_of(held_[0].get()));

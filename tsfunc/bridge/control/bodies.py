@@ -37,12 +37,12 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.subset_arguments import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
-from tsfunc.bridge.tracers.nesting import nested_tracers
+from tsfunc.bridge.tracers.nesting import is_of_active_level, nested_tracers
 from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.torch_state import recording_from_here
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
@@ -340,7 +340,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         inner, stack = unwrap_all(value)
         # While a kernel runs, only levels outside of its own are active.
         is_of_trace = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
-        if isinstance(value, Tracer) and not is_of_trace and not is_traced(value):
+        if isinstance(value, Tracer) and not is_of_trace and not is_of_active_level(value):
             return self.parent.lift(value)  # the tracer belongs to a level outside of the trace
         traced = isinstance(inner, TraceTracer)
         if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):

@@ -36,13 +36,14 @@ from tsfunc.bridge.sizes.symbolic_numbers import (
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, VERSION, refuse_version
 from tsfunc.bridge.trace.tensor_guards import is_user_query
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.backward import graph_leaves, nodes_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, detached_operand
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
+from tsfunc.bridge.tracers.nesting import is_of_active_level
 from tsfunc.bridge.tracers.torch_state import in_code_of_pass, rule_of_pass
 from tsfunc.bridge.tracers.tracer import BackwardPass
 from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
@@ -247,12 +248,12 @@ class Lifting(UserCode):
             with self:  # the function's code asks, not the code of an operator
                 return torch._check_with(AssertionError, args[0], lambda: args[1])
         passes = self.level.backward_passes
-        if passes is not None and not is_traced(args[0] if args else None):
+        if passes is not None and not is_of_active_level(args[0] if args else None):
             if func == _GRAD.__get__:
                 return passes.get(args[0])
             if func in _SET_GRAD:
                 return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
-        if func == VERSION and not is_traced(args[0]) and is_user_query():
+        if func == VERSION and not is_of_active_level(args[0]) and is_user_query():
             refuse_version(self.level.tensor_guards)
         if METHODS.get(func) not in _METADATA_CALLS and func not in PROPERTY_READERS:
             args = tuple([self._lifted(arg) for arg in args])

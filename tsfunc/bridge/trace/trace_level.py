@@ -52,6 +52,7 @@ from tsfunc.bridge.trace.tracer_copies import tracer_copy
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import map_inner_tensor
+from tsfunc.bridge.tracers.nesting import is_of_active_level, tracer_of
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
@@ -63,7 +64,7 @@ from tsfunc.bridge.tracers.tracer import (
     function_handler,
 )
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC, UserLines, has_symbols, suppress_guards
-from tsfunc.dispatch import DispatchKey, Operator, current_levels, register_fallback, running_level
+from tsfunc.dispatch import DispatchKey, Operator, register_fallback, running_level
 from tsfunc.dispatch.state import innermost_of
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import Args, Kwargs
@@ -225,7 +226,7 @@ class TraceLevel(TracerLevel):
         A tensor that a vmap of torch.func maps over is lifted too. As a plain tensor it would be
         used at trace time, and its results would be stale once it changes.
         """
-        if is_traced(value):
+        if is_of_active_level(value):
             return value
         if self.is_of_functorch(value):
             return map_inner_tensor(value, self.lifted_here)
@@ -419,6 +420,8 @@ def record_call(
     op: TorchOperator, args: Args, kwargs: Kwargs, results: Any, level: TraceLevel
 ) -> Any:
     """Record a call of an operator at a level, given its results on fake values."""
+    if not op.writes and (itself := tracer_of(results, args, level)) is not None:
+        return itself
     tracks = torch.is_grad_enabled()
     any_tracks = False
 
@@ -438,7 +441,7 @@ def record_call(
     if op.inplace and isinstance(results, torch.Tensor):
         recorded = _record_write(op, args, kwargs, node, level, tracks and any_tracks)
     else:
-        recorded = _wrap_results(results, node, level, tracks and any_tracks)
+        recorded = _wrap_results(results, node, level, tracks and any_tracks, args)
     if fresh:
         _register_symbols(recorded, node, level, fresh)
     level.repeated.note(RecordedCall(op, args, kwargs, node, recorded))
@@ -507,7 +510,9 @@ def _record_write(
     return op.written_argument(args, kwargs)
 
 
-def _wrap_results(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
+def _wrap_results(
+    results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool, args: Args = ()
+) -> Any:
     """Return results as tracers, also in nested lists; several results are items of the node."""
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
@@ -516,7 +521,9 @@ def _wrap_results(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: 
     recorded = []
     for i, item in enumerate(results):
         nested = isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item)
-        if nested or isinstance(item, torch.Tensor):
+        if (itself := tracer_of(item, args, level)) is not None:
+            item = itself
+        elif nested or isinstance(item, torch.Tensor):
             item = _wrap_results(item, _item(node, i, level), level, tracks)
         recorded.append(item)
     return type(results)(recorded)
@@ -527,14 +534,6 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
 
 
 _ENDED = -2  # the depth of wrappers of ended transforms, such as cotangents in pullbacks
-
-
-def is_traced(value: Any) -> bool:
-    """True if a value is a tracer of the trace, or of a transform inside it."""
-    if not isinstance(value, Tracer):
-        return False
-    root = value.dispatch_level.root
-    return any(getattr(level, "root", None) is root for level in current_levels())
 
 
 # --- the kernels of the two keys

@@ -32,8 +32,8 @@ from tsfunc.bridge.tracers.batch_tracer import (
     unwrap_args,
     unwrap_ended,
     update_history,
-    wrap,
     wrap_in_python,
+    wrap_result,
 )
 from tsfunc.bridge.tracers.boundaries import keep_call_of_example
 from tsfunc.bridge.tracers.call_plans import (
@@ -185,8 +185,6 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         out = _compute(plan, level, direct, values, kwargs, bdims)
     finally:
         tls.state = state
-    if direct and out is values[0]:
-        return args[0]
     return _wrap_results(plan, level, direct, args, kwargs, out)
 
 
@@ -262,12 +260,12 @@ def _wrap_results(
     if direct and plan.writes:
         return args[0] if isinstance(out, _Tensor) else NotImplemented
     if direct:
-        return wrap(out, plan.dim, level)
+        return wrap_result(out, plan.dim, level, args)
     values, bdims = out
     if plan.writes:
         return args[0]
     if plan.operator is None or type(values) is _Tensor:
-        return wrap(values, bdims, level)
+        return wrap_result(values, bdims, level, args)
     results = rewrap(plan.operator, level, args, kwargs, values, bdims)
     return results if plan.form is None else plan.form.result_of(results)
 

@@ -13,6 +13,7 @@ from tsfunc import hooks
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
+from tsfunc.bridge.tracers.nesting import tracer_of
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items
 from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped
@@ -502,20 +503,26 @@ def rewrap(
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
             return op.written_argument(args, kwargs)
-        return wrap(out, out_dims, level)
+        return wrap_result(out, out_dims, level, args)
     if isinstance(out, list | tuple):
         every = not isinstance(out_dims, list | tuple)
         wrapped = [
-            _rewrap_one(item, out_dims if every else out_dims[i], level)
+            _rewrap_one(item, out_dims if every else out_dims[i], level, args)
             for i, item in enumerate(out)
         ]
         return wrapped if isinstance(out, list) else tuple(wrapped)
     return out
 
 
-def _rewrap_one(item: Any, bdim: Any, level: BatchLevel) -> Any:
+def _rewrap_one(item: Any, bdim: Any, level: BatchLevel, args: Args) -> Any:
     if isinstance(item, torch.Tensor):
-        return wrap(item, bdim, level)
+        return wrap_result(item, bdim, level, args)
     if isinstance(item, list | tuple):
-        return [_rewrap_one(part, bdim, level) for part in item]
+        return [_rewrap_one(part, bdim, level, args) for part in item]
     return item
+
+
+def wrap_result(value: torch.Tensor, bdim: int | None, level: BatchLevel, args: Args) -> Any:
+    """Return the tracer of a result: the argument's if the operator returned an argument itself."""
+    itself = tracer_of(value, args, level)
+    return itself if itself is not None and itself.bdim == bdim else wrap(value, bdim, level)

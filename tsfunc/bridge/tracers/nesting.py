@@ -5,14 +5,15 @@ The value of a tracer may be a tracer of an outer level, and so on, down to a te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.dispatch.state import tls
 
 
 def nested_tracers(value: Any, kinds: Any = Tracer) -> Iterator[Any]:
@@ -51,6 +52,27 @@ def with_tensors_inside(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         yield from tensors_inside(value)
+
+
+def is_of_active_level(value: Any) -> bool:
+    """True if a value is a tracer of an active level, also where a level stands in for its root."""
+    if not isinstance(value, Tracer):
+        return False
+    root = value.dispatch_level.root
+    return any(getattr(level, "root", None) is root for level in tls.state.levels)
+
+
+def tracer_of(value: Any, args: Sequence[Any], level: TracerLevel) -> Any:
+    """Return the tracer of a level with this value, among arguments and items of lists, or None.
+
+    An operator that returns its argument itself, such as ``x.to(x.dtype)``, does so inside of
+    transforms too: the code tests ``y is x`` before it writes into ``y``.
+    """
+    for arg in args:
+        for x in arg if type(arg) is list or type(arg) is tuple else (arg,):
+            if isinstance(x, Tracer) and x.dispatch_level is level and x.value is value:  # type: ignore[attr-defined]
+                return x
+    return None
 
 
 def is_differentiated(value: Any) -> bool:

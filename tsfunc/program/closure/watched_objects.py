@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.trace.replaced_members import REPLACED_ATTRIBUTES, REPLACED_METHODS
-from tsfunc.bridge.trace.trace_level import is_traced
+from tsfunc.bridge.tracers.nesting import is_of_active_level
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.closure_guards import (
     IN_DICT,
@@ -147,7 +147,7 @@ class WatchedObject:
         """
         builder = self._builder
         numbers = builder.numbers
-        if name not in self._held and not is_traced(value):
+        if name not in self._held and not is_of_active_level(value):
             self._held.add(name)
             if self.source.in_closure and not name.startswith("_"):
                 self._builder.refuse_closure_value(

@@ -28,7 +28,7 @@ from tsfunc.bridge.control.traced_bodies import (
     use_copies,
     written_outside,
 )
-from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace, is_traced
+from tsfunc.bridge.trace.trace_level import TraceLevel, current_trace
 from tsfunc.bridge.tracers.draw_keys import (
     DrawCountSnapshot,
     count_draws,
@@ -36,6 +36,7 @@ from tsfunc.bridge.tracers.draw_keys import (
     set_draw_counts,
 )
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.nesting import is_of_active_level
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
@@ -155,7 +156,7 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     leaf = as_seen_by_current_level(leaf)
     if (
         isinstance(leaf, Tracer)
-        and not is_traced(leaf)
+        and not is_of_active_level(leaf)
         and leaf.dispatch_level not in tls.state.levels
     ):
         return trace.lift(leaf)  # a value of a level outside of the trace
