@@ -1,4 +1,4 @@
-"""Walks from a tracer to the values inside of it.
+"""Walks from a tracer to the values inside of it, and from a value to its tracer.
 
 The value of a tracer may be a tracer of an outer level, and so on, down to a tensor.
 """
