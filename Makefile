@@ -89,7 +89,8 @@ test-newest:
 # The tests of eager calls, with the compiled handlers: those of the handlers, of derivatives and
 # ranks of every family of operators, of results in containers, of writes, threads and interrupts.
 COMPILED_TESTS := tests/bridge/test_batch_checks.py tests/bridge/test_call_plans.py \
-    tests/bridge/test_compiled.py tests/bridge/test_outside.py tests/bridge/test_recipes.py \
+    tests/bridge/test_compiled.py tests/bridge/test_compiled_calls.py \
+    tests/bridge/test_outside.py tests/bridge/test_recipes.py \
     tests/ops/test_coverage.py tests/ops/test_derivatives.py tests/ops/test_fixed.py \
     tests/ops/test_ranks.py tests/ops/test_shifts.py tests/transforms/test_backward.py \
     tests/transforms/test_batched_values.py tests/transforms/test_checkpoint.py \

@@ -79,6 +79,10 @@ direct_rule_known: Final[Hook[Callable[[str, Any], None]]] = Hook()
 """Called by ``tracers/operators.py`` with a new operator whose rule the dispatch handler can call
 directly. Added by ``tracers/batch_handlers.py``."""
 
+rule_of_parts: Final[Hook[Callable[[Any], Callable[..., Any] | None]]] = Hook()
+"""Called by ``tracers/operators.py`` with a composite that has no row. The function returns the
+batching rule that runs its parts, or None. Added by ``tracers/decompositions.py``."""
+
 outcome_of_check: Final[Hook[Callable[[Any], bool | None]]] = Hook()
 """Called by ``tracers/batch_tracer.py`` when a bool of a batch is read. The function returns the
 outcome with which the caller's test raises no error, or None for other tests. Added by

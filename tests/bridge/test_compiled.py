@@ -65,6 +65,30 @@ def test_results_are_those_of_the_loop(
         assert torch.allclose(vmap(f, in_dim)(batch), expected)
 
 
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1), (1, 0), (0, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.int64, torch.float32)])
+def test_operands_are_promoted_as_examples(
+    function_handler: str, ranks: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    x, y = (
+        torch.rand(3, *[2] * rank).add(1).mul(3).to(dtype)
+        for rank, dtype in zip(ranks, dtypes, strict=True)
+    )
+    for f in (torch.add, torch.maximum, torch.Tensor.__rpow__, torch.Tensor.__rtruediv__):
+        for _ in range(3):
+            for first, second in ((x, y), (y, x)):
+                expected = torch.stack([f(*pair) for pair in zip(first, second, strict=True)])
+                torch.testing.assert_close(vmap(f)(first, second), expected)
+                for in_dims, args in (
+                    ((0, None), (first, second[0])),
+                    ((None, 0), (first[0], second)),
+                ):
+                    batch = first if in_dims[1] is None else second
+                    pairs = [(a, args[1]) if in_dims[1] is None else (args[0], a) for a in batch]
+                    expected = torch.stack([f(*pair) for pair in pairs])
+                    torch.testing.assert_close(vmap(f, in_dims)(*args), expected)
+
+
 def test_nested_levels_and_tangents(function_handler: str) -> None:
     x, t = (torch.randn(4, 3, 2, dtype=torch.float64) for _ in range(2))
 

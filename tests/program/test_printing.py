@@ -134,19 +134,6 @@ def test_names_from_outside_do_not_hide_others() -> None:
     assert f(torch.ones(2) * 2).equal(torch.full((2,), 11.0))
 
 
-def test_tensors_of_the_trace_are_constants() -> None:
-    w = torch.ones(2)
-
-    def f(constant: Tensor) -> Tensor:
-        return (constant + torch.tensor([1.0, 2.0])) * w * torch.tensor([3.0, 4.0])
-
-    g = specialize(f)
-    assert g(torch.ones(2)).equal(f(torch.ones(2)))
-    text = str(g.program)
-    assert "constant_2: float32[2]" in text and "constant_3: float32[2]" in text
-    assert "lifted" not in text
-
-
 def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())

@@ -21,7 +21,6 @@ from tsfunc.bridge.tracers.batch_tracer import (
 from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
     TorchOperator,
-    functional_overload,
     map_items,
     needs_rule,
     tensors_in,
@@ -165,9 +164,8 @@ def _reshape(
     kwargs: Kwargs,
 ) -> Any:
     """Run an in-place operator that changes its argument's shape, by the functional rule."""
-    functional = functional_overload(op)
-    assert functional is not None
-    out = rule(functional[0], level, bdims, values, kwargs)
+    assert op.view_operator is not None
+    out = rule(op.view_operator.overload, level, bdims, values, kwargs)
     if out is not NotImplemented:
         target.value, target.bdim = out
     return out

@@ -101,22 +101,19 @@ def _put_masked(args: Args, kwargs: Kwargs, *, inplace: bool) -> Any:
     return target
 
 
-def _has_plain_indices(kinds: Sequence[Any]) -> bool:
+def _has_indices(kinds: Sequence[Any]) -> bool:
+    """True for indices of tensors and None."""
     kind = kinds[1] if len(kinds) > 1 else None
-    return type(kind) is tuple and _PLAIN.issuperset(kind[1:])
+    return type(kind) is tuple and all(
+        kind is None or type(kind) is int or kind in _INDICES for kind in kind[1:]
+    )
 
 
-_PLAIN: Final = frozenset({torch.Tensor, type(None)})
+_INDICES: Final = frozenset({torch.Tensor, type(None)})
 
 function_rules: Final = FunctionRules()
-function_rules.add(
-    Stage.METHOD,
-    _index_put,
-    torch.index_put,
-    torch.Tensor.index_put,
-    left_to_torch=_has_plain_indices,
-)
-function_rules.add(
-    Stage.METHOD, _index_put_inplace, torch.index_put_, torch.Tensor.index_put_,
-    left_to_torch=_has_plain_indices,
-)  # fmt: skip
+for _rule, _functions in (
+    (_index_put, (torch.index_put, torch.Tensor.index_put)),
+    (_index_put_inplace, (torch.index_put_, torch.Tensor.index_put_)),
+):
+    function_rules.add(Stage.METHOD, _rule, *_functions, left_to_torch=_has_indices, positions=True)

@@ -35,7 +35,7 @@ def needs_plain_sizes(*values: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
-@function_rules.replace(torch.corrcoef, Tensor.corrcoef, serves=needs_plain_sizes)
+@function_rules.replace(torch.corrcoef, Tensor.corrcoef, serves=needs_plain_sizes, symbolic=True)
 def _corrcoef(input: Tensor) -> Any:
     if input.dim() > 2:
         return NotImplemented
@@ -49,7 +49,7 @@ def _corrcoef(input: Tensor) -> Any:
     return matrix.clamp(-1, 1)
 
 
-@function_rules.replace(torch.kron, Tensor.kron, serves=needs_plain_sizes)
+@function_rules.replace(torch.kron, Tensor.kron, serves=needs_plain_sizes, symbolic=True)
 def _kron(input: Tensor, other: Tensor) -> Any:
     rank = max(input.dim(), other.dim())
     left = input.reshape(*[1] * (rank - input.dim()), *input.shape)
@@ -60,7 +60,7 @@ def _kron(input: Tensor, other: Tensor) -> Any:
     return (left * right).reshape(sizes)
 
 
-@function_rules.replace(torch.block_diag, serves=needs_plain_sizes)
+@function_rules.replace(torch.block_diag, serves=needs_plain_sizes, symbolic=True)
 def _block_diag(*tensors: Tensor) -> Any:
     if any(x.dim() > 2 for x in tensors):
         return NotImplemented
@@ -74,7 +74,13 @@ def _block_diag(*tensors: Tensor) -> Any:
     return torch.cat(rows)
 
 
-@function_rules.replace(torch.take_along_dim, Tensor.take_along_dim)
+def _has_dim(kinds: Sequence[Any]) -> bool:
+    return len(kinds) > 2 and kinds[2] is int
+
+
+@function_rules.replace(
+    torch.take_along_dim, Tensor.take_along_dim, left_to_torch=_has_dim, symbolic=True
+)
 def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **out: Any) -> Any:
     if dim is None:  # torch takes views of both, which a batch may not have
         if not any(isinstance(x, Tracer) for x in (input, indices)):
@@ -95,7 +101,9 @@ def _without(shape: Sequence[int], dim: int) -> list[int]:
     return [size for i, size in enumerate(shape) if i != dim % len(shape)]
 
 
-@function_rules.replace(torch.linalg.multi_dot, torch.chain_matmul, serves=needs_plain_sizes)
+@function_rules.replace(
+    torch.linalg.multi_dot, torch.chain_matmul, serves=needs_plain_sizes, symbolic=True
+)
 def _multi_dot(*tensors: Any) -> Any:
     """Multiply from left to right; torch chooses the order by the sizes."""
     parts = tensors[0] if isinstance(tensors[0], list | tuple) else tensors

@@ -380,13 +380,28 @@ def _has_plain_index(kinds: Sequence[Any]) -> bool:
     return kind in _PLAIN or kind is tuple or kind is list
 
 
+def _has_index(kinds: Sequence[Any]) -> bool:
+    """The same for an index that may have tracers too, if these are positions."""
+    kind = kinds[1]
+    if type(kind) is tuple and type(kind[1]) is not frozenset:
+        return kind[0] is tuple and all(map(_is_item, kind[1:]))
+    return _is_item(kind) or _has_plain_index(kinds)
+
+
+def _is_item(kind: Any) -> bool:
+    return kind is None or type(kind) is int or kind in _PLAIN
+
+
 _PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor})
+_INDEX: Final = (int(Shift.INDEX),)
 
 function_rules: Final = FunctionRules()
-for _rule, _function in ((_get, _T.__getitem__), (_set, _T.__setitem__)):
-    function_rules.add(
-        Stage.METHOD, _rule, _function, left_to_torch=_has_plain_index, shifts=(int(Shift.INDEX),)
-    )
+function_rules.add(
+    Stage.METHOD, _get, _T.__getitem__, left_to_torch=_has_index, shifts=_INDEX, positions=True
+)
+function_rules.add(
+    Stage.METHOD, _set, _T.__setitem__, left_to_torch=_has_plain_index, shifts=_INDEX
+)
 function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
 function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)
 function_rules.add(Stage.METHOD, _tensor_split, _T.tensor_split, torch.tensor_split, numbers=True)

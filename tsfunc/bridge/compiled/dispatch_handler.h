@@ -161,6 +161,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (answer == names.same_size || answer == names.same_numel)
       return answer_query(op, answer == names.same_size, stack);
     if (answer == names.alias) return make_alias(op, stack);
+    if (is_set(slot(op_, slots.view_operator))) return reshape(op, stack);
     if (!is_set(slot(op_, slots.direct_rule)) || !is_set(slot(op_, slots.operator_plans)) ||
         (slot(op_, slots.composite) == Py_True && any_autocast()))  // NOTE [autocast and rules]
       return false;
@@ -194,7 +195,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (slot(plan, slots.writes) == Py_True) call.hold_written();
     Stack values = shifts ? call.values : Stack();
     if (direct || unbatched) values = std::move(call.values);
-    if (direct) pad(values, call);
+    if (direct) pad(plan, values, call);
     bool shifted = shifts && shift_arguments(plan, call, values);
     try {
       if (!direct && !unbatched && !shifted) return run_recipe(op, plan, call, state);
@@ -352,6 +353,32 @@ class DispatchHandler : public c10::OperatorKernel {
     Owned made = alias_of(tracer.get());
     if (!made) return false;
     return_results(op, stack, {THPVariable_Unpack(made.get())});
+    return true;
+  }
+
+  // NOTE [changes of shape in place] in batching.py: the tracer's value becomes its view.
+  bool reshape(const c10::OperatorHandle& op, Stack* stack) {
+    if (!is_set(slot(op_, slots.direct_rule))) return false;
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const at::Tensor tensor = arguments[0].toTensor();
+    auto* impl = tensor.unsafeGetTensorImpl();
+    Owned tracer = checked(THPVariable_Wrap(tensor));
+    if (type_of(tracer.get()) != names.tracer || typeid(*impl) != typeid(TracerImpl) ||
+        !impl->allow_tensor_metadata_change())
+      return false;
+    DispatchHandler* handler = handler_of(slot(op_, slots.view_operator));
+    Stack results(arguments.begin(), arguments.end());
+    if (!handler->run(handler->handle(), &results)) return false;
+    const at::Tensor& view = results.back().toTensor();
+    Owned made = checked(THPVariable_Wrap(view));
+    if (type_of(made.get()) != names.tracer || level_of(made.get()) != level_of(tracer.get()))
+      return false;
+    const at::Tensor* owned = owned_value(made.get());
+    static_cast<TracerImpl*>(impl)->value = owned == nullptr ? at::Tensor() : *owned;
+    Py_XSETREF(slot(tracer.get(), slots.value), Py_XNewRef(slot(made.get(), slots.value)));
+    Py_SETREF(slot(tracer.get(), slots.bdim), Py_NewRef(slot(made.get(), slots.bdim)));
+    impl->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+    return_results(op, stack, {tensor});
     return true;
   }
 

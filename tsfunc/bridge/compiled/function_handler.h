@@ -23,6 +23,16 @@ void each_tensor_of(PyObject* arg, F see) {
       each_tensor_of(PySequence_Fast_ITEMS(arg)[i], see);
 }
 
+// plan_conditions.are_positions.
+bool are_positions(PyObject* index) {
+  bool all = true;
+  each_tensor_of(index, [&](const at::Tensor& item) {
+    all &= item.dim() > 0 && at::isIntegralType(item.scalar_type(), false) &&
+        item.scalar_type() != at::kByte;
+  });
+  return all;
+}
+
 // The handler of the operator that torch calls for a function, or null if a plan does not know it, or
 // a mode is to see the call.
 DispatchHandler* torch_operator(PyObject* plan) {
@@ -53,7 +63,7 @@ Owned call_on_values(
   if (handler != nullptr) {
     stack = stack_of_values(handler, slot(plan, slots.torch_form), call, writes);
     if (direct)
-      pad(stack, call);
+      pad(plan, stack, call, slot(plan, slots.torch_form));
     else if (!shift_arguments(plan, call, stack))
       handler = nullptr;
   }
@@ -65,7 +75,7 @@ Owned call_on_values(
       !call.outer_tracers && batch_size(call.level) > 0)
     index = index_of_batch(given[1]);
   if (handler == nullptr && !index &&
-      !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
+      !(direct ? is_aligned(plan, call) : has_index(plan) && shift_index(call)))
     return Owned();
   if (writes) update_history(call.values()[0]);
   PyObject* outer = slot(call.level, slots.outer);
@@ -135,6 +145,8 @@ Owned call_by_plan(
         return value == nullptr || has_outer_dims_first(&value, 1);
       }))
     return Owned();
+  if (slot(found, slots.needs_fixed_sizes) == Py_True && call.symbolic) return Owned();
+  if (slot(found, slots.needs_positions) == Py_True && !are_positions(given[1])) return Owned();
   auto stack_of_tracers = [&](DispatchHandler* handler, PyObject* form) {
     return to_stack(
         handler->handle(), form, given.data(), call.positional,

@@ -91,6 +91,7 @@ struct Names {
   X("operator", overload, "overload") X("operator", composite, "composite")                     \
   X("operator", written, "written") X("operator", inplace, "inplace")                           \
   X("operator", keywords, "keywords") X("operator", operator_plans, "plans")                    \
+  X("operator", view_operator, "view_operator")                                                 \
   X("plans", plans, "plans") X("plans", recorded, "recorded")                                   \
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
   X("plan", dim, "dim") X("plan", shifts, "shifts") X("plan", recipes, "recipes")               \
@@ -98,6 +99,8 @@ struct Names {
   X("plan", needs_outer_dims_first, "needs_outer_dims_first")                                   \
   X("plan", may_go_to_torch, "may_go_to_torch") X("plan", torch_form, "torch_form")             \
   X("plan", writes, "writes") X("plan", training, "training")                                   \
+  X("plan", needs_fixed_sizes, "needs_fixed_sizes")                                             \
+  X("plan", needs_positions, "needs_positions")                                                 \
   X("form", form_operator, "op") X("form", places, "places") X("form", packed, "packed")        \
   X("form", result_class, "result")
 struct Slots {

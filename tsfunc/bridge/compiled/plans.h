@@ -53,7 +53,7 @@ bool is_plain_slice(PyObject* object) {
   return true;
 }
 
-// call_plans.has_outer_dims_first.
+// plan_conditions.has_outer_dims_first.
 bool has_outer_dims_first(PyObject* const* items, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = items[i];
@@ -77,7 +77,7 @@ bool needs_lift(const at::Tensor& value, bool forward) {
       (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
 }
 
-// call_plans.need_lifting, where visit(i, see) shows the tensors of the argument at a position.
+// plan_conditions.need_lifting, where visit(i, see) shows the tensors of the argument at a position.
 template <class F>
 bool need_lifting(PyObject* plan, bool forward, F visit) {
   bool lifted = false;
@@ -143,22 +143,36 @@ at::Tensor padded(at::Tensor value, int64_t rank) {
   return value;
 }
 
-// Give the two operands of a direct call one rank.
-void pad(Stack& values, const Call& call) {
-  for (size_t i = 0; !call.has_one_rank() && i < 2; ++i)
-    if (values[i].isTensor()) values[i] = padded(values[i].toTensor(), call.rank);
+// The rank of the operands of a direct call: a batched one has the dims of a plain one after its own.
+int64_t direct_rank(const Call& call) { return std::max(call.rank, call.plain_rank + 1); }
+
+// True if the two operands of a direct call broadcast to each other as they are.
+bool is_aligned(PyObject* plan, const Call& call) {
+  return call.has_one_rank() &&
+      (call.plain_rank < 0 || call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank);
+}
+
+// Give the batched operands of a direct call one rank. The form of a function's call has the places
+// of the operator's arguments in the call.
+void pad(PyObject* plan, Stack& values, const Call& call, PyObject* form = nullptr) {
+  if (is_aligned(plan, call)) return;
+  for (Py_ssize_t i = 0; i < 2; ++i) {
+    long place = form == nullptr ? i : PyLong_AsLong(PyTuple_GET_ITEM(slot(form, slots.places), i));
+    if (values[i].isTensor() && is_int(PyTuple_GET_ITEM(call.key.get(), place)))
+      values[i] = padded(values[i].toTensor(), direct_rank(call));
+  }
 }
 
 // True if a plan calls the operator on the values, which may be padded.
 bool is_direct(PyObject* plan, const Call& call) {
   PyObject* step = slot(plan, slots.step);
   if (step == names.step_direct) return true;
-  if (step == names.step_same_rank)
-    return call.has_one_rank() ||
-        (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
-         !call.outer_tracers && slot(plan, slots.writes) != Py_True);
-  return step == names.step_broadcast && call.rank > 1 &&
-      call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank;
+  if (step == names.step_same_rank && call.has_one_rank()) return true;
+  if (step != names.step_same_rank && step != names.step_broadcast) return false;
+  if (!call.promotes_as_examples()) return false;
+  return is_aligned(plan, call) ||
+      (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.strided && !call.outer_tracers &&
+       slot(plan, slots.writes) != Py_True);
 }
 
 // How a rule changes an argument if the batch dim of all tensors is the first: the codes of

@@ -245,6 +245,8 @@ class Call {
   bool outer_tracers = false;          // a value is a tensor with a handler of its own
   bool function_subclass = false;      // a value has a class whose only handler is of functions
   bool bare = true;                    // no value is differentiated
+  bool symbolic = false;               // a value has symbolic sizes
+  bool one_dtype = true;               // of all values: no operator promotes one of them
   int64_t rank = -1, least_rank = -1;  // the most and the fewest dims of a batched value
   int64_t plain_rank = -1;             // the most dims of a tensor that is not batched
   int64_t elements = 0;                // of all values
@@ -253,6 +255,8 @@ class Call {
   Call(const Call&) = delete;
 
   bool has_one_rank() const { return rank == least_rank; }
+  // True if operators promote the batched values as those of an example, which may have no dims.
+  bool promotes_as_examples() const { return least_rank > 1 || one_dtype; }
 
  protected:
   // The value of a tensor among the arguments, and its kind. The Python object may be null for a
@@ -277,7 +281,10 @@ class Call {
     strided &= is_strided(value);
     auto* impl = value.unsafeGetTensorImpl();
     bare &= impl->autograd_meta() == nullptr;
-    elements += impl->has_symbolic_sizes_strides() ? 0 : impl->numel();
+    one_dtype &= !dtype_.has_value() || *dtype_ == value.scalar_type();
+    dtype_ = value.scalar_type();
+    symbolic |= impl->has_symbolic_sizes_strides();
+    if (!impl->has_symbolic_sizes_strides()) elements += impl->numel();
     if (!batched) {
       plain_rank = std::max(plain_rank, value.dim());
       return;
@@ -285,6 +292,8 @@ class Call {
     least_rank = rank < 0 ? value.dim() : std::min(least_rank, value.dim());
     rank = std::max(rank, value.dim());
   }
+
+  std::optional<c10::ScalarType> dtype_;  // of the last value
 };
 
 // A call of a Python function.

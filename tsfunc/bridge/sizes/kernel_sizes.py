@@ -105,4 +105,5 @@ for _name in _NAMES:
             _packet,
             _packet.vec,
             getattr(torch._C._nn, _name),
+            symbolic=True,
         )

@@ -84,4 +84,9 @@ function_rules.add(
     torch.allclose,
     torch.Tensor.allclose,
 )
-function_rules.add(Stage.METHOD, _one_hot, torch.nn.functional.one_hot)
+function_rules.add(
+    Stage.METHOD,
+    _one_hot,
+    torch.nn.functional.one_hot,
+    left_to_torch=lambda kinds: True,  # the innermost level of a call with a plan is no trace
+)

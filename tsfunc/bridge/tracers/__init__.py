@@ -12,6 +12,7 @@ Tracers and levels
 The path of a call to its rule
     - ``batch_handlers``: the handlers of batched tensors
     - ``call_plans``: what is decided once for a kind of call
+    - ``plan_conditions``: what a plan checks at each call before it leaves the call to torch
     - ``tracer_members``: methods and operators with which compiled handlers replace torch's
     - ``parsing``: the operator and arguments of a Python call
     - ``recipes``: the operators that a rule called

@@ -43,12 +43,9 @@ from tsfunc.bridge.tracers.call_plans import (
     PlanStep,
     arguments_of,
     bdims_at_call,
-    has_outer_dims_first,
-    need_lifting,
     plans_of_function,
     plans_of_operator,
 )
-from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.operators import (
     CALL_ERRORS,
@@ -58,6 +55,7 @@ from tsfunc.bridge.tracers.operators import (
     watch_direct_rules,
 )
 from tsfunc.bridge.tracers.parsing import Form
+from tsfunc.bridge.tracers.plan_conditions import goes_to_torch
 from tsfunc.bridge.tracers.python_functions import LOSES_ARGUMENTS, handle_with_all_arguments
 from tsfunc.bridge.tracers.recipes import record_recipes
 from tsfunc.bridge.tracers.torch_state import (
@@ -74,7 +72,6 @@ from tsfunc.bridge.tracers.tracer import (
     TracerLevel,
     call_below_function,
     function_handler,
-    lift_where,
 )
 from tsfunc.dispatch.state import State, tls
 from tsfunc.errors import EscapedTracerError
@@ -91,9 +88,9 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
-_TABLE, _DIRECT, _SAME_RANK, _BROADCAST, _UNBATCHED, _DECOMPOSED, _COMPOSITE, _BELOW_AUTOGRAD = (
+_TABLE, _DIRECT, _SAME_RANK, _BROADCAST, _UNBATCHED, _COMPOSITE, _BELOW_AUTOGRAD = (
     PlanStep.TABLE, PlanStep.DIRECT, PlanStep.SAME_RANK, PlanStep.BROADCAST, PlanStep.UNBATCHED,
-    PlanStep.DECOMPOSED, PlanStep.COMPOSITE, PlanStep.BELOW_AUTOGRAD,
+    PlanStep.COMPOSITE, PlanStep.BELOW_AUTOGRAD,
 )  # fmt: skip
 
 
@@ -142,7 +139,7 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
         plan = plans.recorded.get(key) or plans.make_recorded(func, args, kwargs, kinds, key)
-        recordable = state.remap_args is None and _is_recordable(plan, level, values)
+        recordable = state.remap_args is None and _is_recordable(plan, level, args, values)
         return _call_recorded(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
@@ -165,14 +162,10 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if step is _COMPOSITE:
             return call_below_function(func, types, args, kwargs)
         if step is _BELOW_AUTOGRAD:
-            if plan.needs_outer_dims_first and not has_outer_dims_first(values):
-                return NotImplemented
-            if plan.plain_positions and need_lifting(plan, values, level):
+            if not goes_to_torch(plan, level, (*args, *kwargs.values()), values):
                 return NotImplemented
             with without_autograd():
                 return call_below_function(func, types, args, kwargs)
-        if step is _DECOMPOSED:
-            return _run_decomposition(plan, level, args, kwargs)
         if bdims is None:
             bdims = bdims_at_call(plan, kinds, values, len(args))
     if kwargs or plan.form is not None:
@@ -239,15 +232,15 @@ def _compute(
         return NotImplemented
 
 
-def _is_recordable(plan: CallPlan, level: BatchLevel, values: Sequence[Any]) -> bool:
+def _is_recordable(
+    plan: CallPlan, level: BatchLevel, args: Sequence[Any], values: Sequence[Any]
+) -> bool:
     """True if torch, which a plan calls, records the call at the level and no outer one."""
     if plan.step is _TABLE or is_inference_mode_enabled():
         return False
-    if plan.needs_outer_dims_first and not has_outer_dims_first(values):
-        return False
     if plan.step is _COMPOSITE and any_autocast():
         return False  # NOTE [autocast and rules]
-    return not (plan.plain_positions and need_lifting(plan, values, level))
+    return goes_to_torch(plan, level, args, values)
 
 
 def _wrap_results(
@@ -268,21 +261,6 @@ def _wrap_results(
         return wrap_result(values, bdims, level, args)
     results = rewrap(plan.operator, level, args, kwargs, values, bdims)
     return results if plan.form is None else plan.form.result_of(results)
-
-
-def _run_decomposition(plan: CallPlan, level: BatchLevel, args: Args, kwargs: Kwargs) -> Any:
-    """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
-    form = plan.form
-    assert form is not None
-    arguments = form.arguments(args, kwargs)
-    if arguments is None or not level.batch_size or tls.state.remap_args is not None:
-        return NotImplemented
-    try:
-        with level.at_own_level(), lifting_factories(level):
-            lifted = [lift_where(arg, level, is_outside) for arg in arguments[0]]
-            return form.result_of(plan.function(*lifted, **arguments[1]))
-    except BatchChanged:
-        return NotImplemented
 
 
 def dispatch_by_plan(op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:

@@ -10,9 +10,9 @@ them too.
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
 and the value of a number are not in the key. :func:`batch_tracer.unwrap_args` makes the kinds as it
-unwraps the arguments. Two facts are checked when the plan runs and are not in the key: that the
-operands have the same rank, and that a plain tensor does not require gradients. For values that are
-tracers, reading them costs more than the rest of the key.
+unwraps the arguments. Facts that are checked when the plan runs, and are not in the key, are the
+ranks of operands and the conditions of ``plan_conditions``. For values that are tracers, reading
+them costs more than the rest of the key.
 
 A function or an operator has one table of plans for calls that the level takes (``plans``) and one
 for calls that autograd records at the level first (``recorded``). The thread's state chooses the
@@ -30,19 +30,18 @@ from typing import Any, Final
 import torch
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, bdims_of
-from tsfunc.bridge.tracers.decompositions import OF_ONE_OPERATOR, required_decomposition
+from tsfunc.bridge.tracers.batch_tracer import TRACERS, bdims_of
+from tsfunc.bridge.tracers.decompositions import OF_ONE_OPERATOR
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
 from tsfunc.bridge.tracers.operators import (
     PLAIN_TENSORS,
     TorchOperator,
     operator_of,
     python_function,
-    tensors_in,
 )
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
-from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
+from tsfunc.bridge.tracers.tracer import C_TYPES
 from tsfunc.ops.registry import Args, Kwargs, Rule
 from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
@@ -54,7 +53,6 @@ PLAIN: Final = frozenset({
     list, tuple, torch.Size,
 })  # fmt: skip
 _NUMBERS: Final = frozenset({int, float})
-_BOUNDS: Final = frozenset({int, type(None)})
 _MOST_PLANS: Final = 512
 
 
@@ -70,7 +68,6 @@ class PlanStep(enum.Enum):
     BROADCAST = "broadcast"
     RULE = "rule"  # call a batching rule
     UNBATCHED = "unbatched"  # call the function on the values, none of which is batched
-    DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
     RECORDED = "recorded"  # call torch, which records the call at the level
     BELOW_AUTOGRAD = "below_autograd"  # call torch; its operators have plans of their own
     COMPOSITE = "composite"  # call a function that only calls others, which have plans of their own
@@ -81,7 +78,7 @@ class CallPlan:
 
     Attributes:
         step: how the results are made.
-        function: the callable that is called on values, or the decomposition.
+        function: the callable that is called on values.
         rule: the batching rule; also of a ``SAME_RANK`` or ``BROADCAST`` plan, for other operands.
         target: the callable that the rule gets.
         operator: the operator, or None for a rule of a Python function.
@@ -98,7 +95,10 @@ class CallPlan:
         plain_positions: where the arguments have plain tensors, alone or in lists. If autograd
             records one of these, the plan does not hold: the table lifts it (``needs_lift``).
         needs_outer_dims_first: True if torch may be called only on values whose outer batch dims
-            come first (:func:`has_outer_dims_first`).
+            come first (``plan_conditions.has_outer_dims_first``).
+        needs_fixed_sizes: True if torch may be called only if no size is symbolic.
+        needs_positions: True if torch may be called only if the tensors in the second argument are
+            positions (``plan_conditions.are_positions``).
         may_go_to_torch: True if the compiled handlers may call torch in place of the rule. The
             operators that torch then calls have their own plans.
         training: the position of the argument that must be False, because a random function in
@@ -108,9 +108,9 @@ class CallPlan:
     """
 
     __slots__ = (
-        "bdims", "dim", "first", "form", "function", "may_go_to_torch", "needs_outer_dims_first",
-        "operator", "plain_positions", "recipes", "rule", "shifts", "step", "target", "torch_form",
-        "training", "writes",
+        "bdims", "dim", "first", "form", "function", "may_go_to_torch", "needs_fixed_sizes",
+        "needs_outer_dims_first", "needs_positions", "operator", "plain_positions", "recipes",
+        "rule", "shifts", "step", "target", "torch_form", "training", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +133,9 @@ class CallPlan:
         self.shifts: tuple[int, ...] | None = None
         self.torch_form: Form | None = None
         self.recipes: Any = None
+        self.needs_fixed_sizes = False
         self.needs_outer_dims_first = False
+        self.needs_positions = False
         self.may_go_to_torch = False
         self.training: int | None = None
         self.writes = operator is not None and operator.inplace
@@ -306,9 +308,12 @@ def _function_plan(
         plan.may_go_to_torch = isinstance(function, C_TYPES) and (
             function not in METHODS or _is_left_to_torch(Stage.METHOD, function, kinds)
         )
-        plan.needs_outer_dims_first, plan.writes = function in METHODS, writes
+        plan.writes = writes
+        _note_conditions(plan, function, kinds)
         if plan.may_go_to_torch:
             plan.torch_form = _torch_form(function, args, kwargs)
+            if function in METHODS:
+                plan.plain_positions = _plain_positions(kinds[: len(args)])
             _shift_function(plan, function, kwargs, kinds)
         return plan
     if writes or (function in METHODS and not table.may_parse):
@@ -323,16 +328,12 @@ def _function_plan(
     if form is None:  # torch calls no operator of that name, or none at all
         return _below_plan(function, args, kwargs, kinds)
     op = form.op
-    decomposition = required_decomposition(op)
-    if op.direct_rule is not None:
-        plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
-        plan.may_go_to_torch, plan.torch_form = True, form
-        plan.target = _target(op)
-        _shift_function(plan, function, kwargs, kinds)
-    elif decomposition is not None:
-        plan = CallPlan(PlanStep.DECOMPOSED, decomposition, None, op)
-    else:
+    if op.direct_rule is None:
         return TABLE
+    plan = CallPlan(PlanStep.RULE, op.overload, op.direct_rule, op)
+    plan.may_go_to_torch, plan.torch_form = True, form
+    plan.target = _target(op)
+    _shift_function(plan, function, kwargs, kinds)
     bdims = _bdims_of_kinds(kinds)
     plan.form, plan.bdims = form, None if bdims is None else form.bdims_in_order(bdims, len(args))
     return plan
@@ -355,10 +356,24 @@ def _torch_form(function: Any, args: Args, kwargs: Kwargs) -> Form | None:
     The operator must have the function's meaning for tracers: ``aten::detach`` is also autograd's
     alias of a saved tensor, and makes an alias of a tracer.
     """
-    if compiled.load() is None or not has_forms(function) or in_dispatch_modes():
+    if compiled.load() is None:
+        return None
+    if function is torch.Tensor.__getitem__:
+        return _form_of_positions(args[1])
+    if not has_forms(function) or in_dispatch_modes():
         return None  # a mode would see the probes
     form = find_form(function, args, kwargs)
     return None if form is None or form.op.by_tracers is not None else form
+
+
+def _form_of_positions(index: Any) -> Form | None:
+    """Return the form of ``x[i]`` or ``x[i, j]``, which call one operator if all are positions."""
+    several = type(index) is tuple
+    if not all(isinstance(item, torch.Tensor) for item in (index if several else (index,))):
+        return None
+    form = Form(operator_of(torch.ops.aten.index.Tensor), None)
+    form.places, form.packed = (0, 1), None if several else 1
+    return form
 
 
 def _shift_function(
@@ -368,7 +383,7 @@ def _shift_function(
     method, form = registry.find(Stage.METHOD, function), plan.torch_form
     if method is not None and method.shifts is not None:
         moved = kwargs or type(kinds[0]) is not int or _are_moved(kinds)
-        plan.shifts = None if moved else method.shifts
+        plan.shifts = None if moved or plan.needs_positions else method.shifts
     elif form is not None and form.op.direct_rule is not None and "memory_format" not in kwargs:
         plan.shifts = _shifts(form.op.direct_rule, kinds)
 
@@ -414,18 +429,29 @@ def _plan_of_torch(
             return TABLE
     if not _no_tensors(kinds[count:]):
         return TABLE
-    plain: list[int] = []
-    for position, kind in enumerate(kinds[:count]):
-        leaves = [*_leaf_kinds([kind])]
-        if not is_plain(kind) or not TRACERS.isdisjoint(leaves):
+    for kind in kinds[:count]:
+        if not is_plain(kind) or not TRACERS.isdisjoint(_leaf_kinds([kind])):
             return TABLE
-        if not PLAIN_TENSORS.isdisjoint(leaves):
-            plain.append(position)
     plan = CallPlan(step)
     plan.torch_form = _torch_form(function, args, kwargs)
-    plan.needs_outer_dims_first = function in METHODS
-    plan.plain_positions = tuple(plain)
+    _note_conditions(plan, function, kinds)
+    plan.plain_positions = _plain_positions(kinds[:count])
     return plan
+
+
+def _plain_positions(kinds: Sequence[Any]) -> tuple[int, ...]:
+    """Return the positions of the arguments that are or contain plain tensors."""
+    return tuple([i for i, k in enumerate(kinds) if not PLAIN_TENSORS.isdisjoint(_leaf_kinds([k]))])
+
+
+def _note_conditions(plan: CallPlan, function: Any, kinds: Sequence[Any]) -> None:
+    """Note in a plan which calls the function's rule of the stage METHOD leaves to torch."""
+    method = registry.find(Stage.METHOD, function)
+    if method is not None:
+        plan.needs_outer_dims_first, plan.needs_fixed_sizes = True, method.symbolic
+        plan.needs_positions = method.positions and any(
+            kind is None or type(kind) is int for kind in _leaf_kinds(kinds[1:2])
+        )
 
 
 def _is_left_to_torch(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool:
@@ -434,27 +460,8 @@ def _is_left_to_torch(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool
     if rule is None:
         return False
     if rule.left_to_torch is None:
-        return rule.numbers and _no_tensors(kinds[1:])
+        return rule.symbolic or (rule.numbers and _no_tensors(kinds[1:]))
     return rule.left_to_torch(kinds)
-
-
-def has_outer_dims_first(values: Sequence[Any]) -> bool:
-    """True if no bound of a slice is a tensor, and batch dims of outer levels are the first."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            if not has_outer_dims_first(value):
-                return False
-        elif isinstance(value, slice):
-            if not _BOUNDS.issuperset((type(value.start), type(value.stop), type(value.step))):
-                return False
-        else:
-            while type(value) in TRACERS:
-                if value.bdim != 0:
-                    return False
-                value = value.value
-            if isinstance(value, torch.Tensor) and type(value) not in PLAIN_TENSORS:
-                return False
-    return True
 
 
 def _leaf_kinds(kinds: Iterable[Any]) -> Iterator[Any]:
@@ -464,16 +471,6 @@ def _leaf_kinds(kinds: Iterable[Any]) -> Iterator[Any]:
             yield kind
         elif type(kind[1]) is not frozenset:
             yield from _leaf_kinds(kind[1:])
-
-
-def need_lifting(plan: CallPlan, values: Sequence[Any], level: BatchLevel) -> bool:
-    """True if a plan's call needs plain tensors lifted (NOTE [operands of outer levels])."""
-    needs = is_recorded_outside if plan.step is PlanStep.BELOW_AUTOGRAD else needs_lift
-    return any(
-        needs(value, level)
-        for position in plan.plain_positions
-        for value in tensors_in(values[position])
-    )
 
 
 def _no_tensors(kinds: Sequence[Any]) -> bool:
@@ -528,7 +525,7 @@ def _direct_plan(
 
 
 def _operator_plan(op: TorchOperator, args: Args, kwargs: Kwargs, kinds: Sequence[Any]) -> CallPlan:
-    if op.direct_rule is None or not all(map(is_plain, kinds)):
+    if op.direct_rule is None or op.reshapes or not all(map(is_plain, kinds)):
         return TABLE
     if kwargs and not _no_tensors(kinds[len(args) :]):
         return TABLE

@@ -11,12 +11,13 @@ import torch
 from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
 
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator
+from tsfunc import hooks
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, bdims_of, unwrap_args, wrap
+from tsfunc.bridge.tracers.operators import PLAIN_TENSORS, TorchOperator, tensors_in
 from tsfunc.bridge.tracers.registrations import watching_factories
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, lift_where
-from tsfunc.ops.registry import Args, Kwargs
+from tsfunc.ops.registry import Args, BatchDims, Kwargs, Rule, RuleLevel
 
 
 def run_decomposition(
@@ -85,13 +86,38 @@ def own_decomposition(name: str) -> Callable[..., Any] | None:
     return DECOMPOSITIONS.get(name) or DECOMPOSITIONS.get(name.partition(".")[0])
 
 
-def required_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
-    """Return a composite's decomposition if it is always decomposed, else None."""
-    if op.row is not None or op.special or op.has_kernel or op.overload.namespace != "aten":
-        return None
-    if not op.composite or own_decomposition(op.name) is not None:
-        return None
-    return decomposition_of(op.overload)
+@hooks.rule_of_parts.add
+def _rule_of_parts(op: TorchOperator) -> Rule | None:
+    """Return the batching rule of a composite that runs the operators it is composed of, or None.
+
+    There is none if a result is not a tensor, and if this package decomposes the operator itself.
+    """
+    own = op.overload.namespace != "aten" or own_decomposition(op.name) is not None
+    return None if own or not _TENSORS.issuperset(op.signature.returns) else _run_parts
+
+
+_TENSORS: Final = frozenset({"Tensor", "Tensor[]"})
+
+
+def _wrap_batched(arg: Any, bdim: Any, level: BatchLevel) -> Any:
+    """Return an argument of a rule with tracers for its batched values."""
+    if isinstance(bdim, list):
+        return [_wrap_batched(item, dim, level) for item, dim in zip(arg, bdim, strict=True)]
+    return arg if bdim is None else wrap(arg, bdim, level)
+
+
+def _run_parts(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Run the decomposition on tracers of the level: a new one while calls are recorded."""
+    if not isinstance(level, BatchLevel):
+        with BatchLevel(level.batch_size, "error", "vmap") as recorded:
+            return _run_parts(op, recorded, bdims, args, kwargs)
+    given = [_wrap_batched(arg, bdim, level) for arg, bdim in zip(args, bdims, strict=True)]
+    out = run_decomposition(decomposition_of(op), level, given, kwargs)
+    _, values, kinds = unwrap_args((out,), level)
+    known = set(map(id, tensors_in(args)))
+    if not known.isdisjoint(map(id, tensors_in(values))):
+        return NotImplemented  # the result is the argument, as an object
+    return values[0], bdims_of(kinds, values)[0]
 
 
 _T: Any = torch.Tensor

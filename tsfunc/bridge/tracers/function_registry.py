@@ -74,6 +74,10 @@ class FunctionRule:
             calls are in which only the first argument is a tensor.
         shifts: the changes of the arguments of calls that a rule of the stage METHOD leaves to
             torch, if their batch dims are the first (``ops/shifts``).
+        symbolic: True if a rule of the stage METHOD serves only calls in which a size is symbolic;
+            others are left to torch.
+        positions: True if tracers in the second argument of a call that is left to torch must be
+            positions: integers with at least one dim.
     """
 
     function: Any
@@ -84,6 +88,8 @@ class FunctionRule:
     numbers: bool = False
     left_to_torch: Callable[[Sequence[Any]], bool] | None = None
     shifts: tuple[int, ...] | None = None
+    symbolic: bool = False
+    positions: bool = False
 
     @property
     def name(self) -> str:
@@ -112,6 +118,8 @@ class FunctionRules:
         numbers: bool = False,
         left_to_torch: Callable[[Sequence[Any]], bool] | None = None,
         shifts: tuple[int, ...] | None = None,
+        symbolic: bool = False,
+        positions: bool = False,
     ) -> None:
         """Declare one rule for several callables.
 
@@ -120,8 +128,9 @@ class FunctionRules:
         """
         for function in functions:
             function_rule = FunctionRule(
-                function, stage, rule, view, options, numbers, left_to_torch, shifts
-            )
+                function, stage, rule, view, options, numbers, left_to_torch, shifts, symbolic,
+                positions,
+            )  # fmt: skip
             _refuse_second(self.declared, function_rule)
             self.declared[stage, function] = function_rule
 
@@ -131,6 +140,7 @@ class FunctionRules:
         serves: Callable[..., bool] | None = None,
         numbers: bool = False,
         left_to_torch: Callable[[Sequence[Any]], bool] | None = None,
+        symbolic: bool = False,
     ) -> Callable[[_F], _F]:
         """Return a decorator that declares a replacement of functions, with their arguments.
 
@@ -138,7 +148,7 @@ class FunctionRules:
 
         Args:
             serves: True for the arguments of a call that it serves; None: it serves all calls.
-            numbers, left_to_torch: as in :class:`FunctionRule`.
+            numbers, left_to_torch, symbolic: as in :class:`FunctionRule`.
         """
 
         def declare(replacement: _F) -> _F:
@@ -148,7 +158,10 @@ class FunctionRules:
                     return NotImplemented
                 return replacement(*args, **kwargs)
 
-            self.add(Stage.METHOD, method, *functions, numbers=numbers, left_to_torch=left_to_torch)
+            self.add(
+                Stage.METHOD, method, *functions, numbers=numbers, left_to_torch=left_to_torch,
+                symbolic=symbolic,
+            )  # fmt: skip
             return replacement
 
         return declare

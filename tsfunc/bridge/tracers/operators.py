@@ -112,6 +112,7 @@ class TorchOperator(Operator):
         "signature",
         "special",
         "training_argument",
+        "view_operator",
         "writes",
         "written",
     )  # fmt: skip
@@ -171,6 +172,12 @@ class TorchOperator(Operator):
         self.plans: Any = None
         # Runs the operator on values alone, faster than the overload (``call_plans``).
         self.function = self._function()
+        # The operator of the view that the tensor becomes, if it reshapes.
+        self.view_operator: TorchOperator | None = None
+        if self.reshapes and self.direct_rule is not None:
+            functional = functional_overload(self)
+            assert functional is not None
+            self.view_operator = operator_of(functional[0])
         if self.rule_is_direct:
             for listener in hooks.direct_rule_known.functions:
                 listener(self.name, self)
@@ -190,8 +197,11 @@ class TorchOperator(Operator):
 
     def _direct_rule(self) -> Rule | None:
         """Return the rule of a call that is not special, or that writes its first argument only."""
-        inplace = self.inplace and self.written == (0,) and not (self.random or self.reshapes)
-        return self.row.rule if self.row is not None and (inplace or not self.special) else None
+        if self.row is None:
+            parts = self.composite and not self.special and not self.is_view
+            return hooks.rule_of_parts.provided(self) if parts else None
+        inplace = self.inplace and self.written == (0,) and not self.random
+        return self.row.rule if inplace or not self.special else None
 
     def _function(self) -> Any:
         """Return the fast function of a pointwise operator, or None for other operators."""

@@ -505,16 +505,15 @@ class _Trace:
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
         names = self._rename_tensors({**lifted, **named})
-        lifted = {names[name]: tensor for name, tensor in lifted.items()}
-        constants_of_trace = {names[name] for name in {*constants, *literals} & names.keys()}
+        lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)
         return Program(
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
-            frozenset(constants_of_trace), updates,
+            frozenset({*constants, *(literals & lifted.keys())}), updates,
         )  # fmt: skip
 
     def _rename_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
-        """Name closed-over tensors in the graph as the user does; return the names by the old."""
+        """Give closed-over tensors in the graph the user's names; return these by the old names."""
         request, graph = self.request, self.level.graph
         used_names = [generated_name(request.name), "args", *(node.name for node in graph.nodes)]
         read = self.instances.builder.read

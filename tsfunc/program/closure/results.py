@@ -522,19 +522,15 @@ def names_in_source(
     read: Mapping[str, Any],
     used_names: Collection[str],
 ) -> dict[str, str]:
-    """Return an identifier for each lifted tensor, made of the user's name for it.
-
-    Tensors without such a name, which are made during the trace, are ``constant``, ``constant_2``
-    and so on.
+    """Return for each lifted tensor that the user has named an identifier made of that name.
 
     Args:
-        used_names: the names in the program.
+        used_names: other names in the program.
     """
     state = state_names(func, lifted, (), 0, (), read)
-    used = {*used_names, *keyword.kwlist} - lifted.keys()
-    texts = {**state.attributes, **state.names}
+    used = {*used_names, *lifted, *keyword.kwlist}
     names = {}
-    for name, text in {**texts, **{x: "constant" for x in lifted if x not in texts}}.items():
+    for name, text in {**state.attributes, **state.names}.items():
         plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)
         base = re.sub(r"\W+", "_", plain)
         base = chosen = base if base.isidentifier() else f"_{base}"

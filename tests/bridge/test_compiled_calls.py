@@ -1,0 +1,156 @@
+"""Repeated calls inside vmap run in compiled code, without a Python function of this package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tsfunc
+from tsfunc import grad, vmap
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.operators import TorchOperator
+
+pytestmark = pytest.mark.skipif(
+    "__torch_function__" not in vars(SlottedBatchTracer),
+    reason="the compiled handlers are not built: python -m tsfunc build",
+)
+
+PACKAGE = str(Path(tsfunc.__file__).parent)
+REPEATS = 5
+
+
+@contextmanager
+def entered_functions() -> Iterator[list[str]]:
+    """Context manager: list the Python functions of this package that are called."""
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(None)
+
+
+def check(function: Callable[..., Any], *batches: Tensor) -> None:
+    """Compare with a loop, and list what the last of several calls enters."""
+    entered: list[str] = []
+
+    def repeated(*args: Any) -> Any:
+        for _ in range(REPEATS - 1):
+            function(*args)
+        with entered_functions() as names:
+            out = function(*args)
+        entered.extend(names)
+        return out
+
+    got = vmap(repeated)(*batches)
+    examples = [function(*example) for example in zip(*batches, strict=True)]
+    torch.testing.assert_close(got, torch.stack(examples), equal_nan=True)
+    assert entered == []
+
+
+OPERANDS = {"scalars": (4,), "vectors": (4, 3), "matrices": (4, 2, 3)}
+BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "div": lambda x, y: x / y,
+    "pow": lambda x, y: torch.pow(x, y),
+    "maximum": torch.maximum,
+    "ge": lambda x, y: x >= y,
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("left", OPERANDS)
+@pytest.mark.parametrize("right", OPERANDS)
+def test_operands_of_any_ranks(name: str, left: str, right: str) -> None:
+    x, y = torch.rand(OPERANDS[left]) + 1, torch.rand(OPERANDS[right]) + 1
+    function = BINARY[name]
+    check(function, x, y)
+    plain = y[0]
+    check(lambda a: function(a, plain), x)
+    check(lambda a: function(plain, a), x)
+
+
+# Calls on rows of numbers, on other rows of the same shape, and on positions among five.
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "x[i]": lambda x, y, i: x[i],
+    "x[i, i]": lambda x, y, i: x[i, i],
+    "x[..., i]": lambda x, y, i: x[..., i],
+    "index_put": lambda x, y, i: x.index_put((i,), y[:3]),
+    "take_along_dim": lambda x, y, i: torch.take_along_dim(x, i[:, None], 0),
+    "one_hot": lambda x, y, i: F.one_hot(i, 5),
+    "group_norm": lambda x, y, i: F.group_norm(x[None], 1),
+    "cross_entropy": lambda x, y, i: F.cross_entropy(x[:3], i),
+    "tensordot": lambda x, y, i: torch.tensordot(x, y, 2),
+    "meshgrid": lambda x, y, i: torch.stack(torch.meshgrid(x[0], y[1], indexing="ij")),
+    "inner": lambda x, y, i: torch.inner(x, y),
+    "kl_div": lambda x, y, i: F.kl_div(x, y, reduction="sum"),
+    "pairwise_distance": lambda x, y, i: F.pairwise_distance(x, y),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions(name: str) -> None:
+    x, y = torch.randn(4, 5, 5), torch.randn(4, 5, 5)
+    check(CALLS[name], x, y, torch.randint(0, 5, (4, 3)))
+
+
+def test_backward_passes_of_products_of_vectors() -> None:
+    """C++ reshapes the product in place: ``squeeze_``."""
+    w, x = torch.randn(3, 3), torch.randn(4, 3)
+    function = vmap(grad(lambda row: (row @ w).sin().sum()))
+    for _ in range(REPEATS):
+        expected = function(x)
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        call = TorchOperator.call
+
+        def noted(op: TorchOperator, *args: Any) -> Any:
+            called.append(op.name)
+            return call(op, *args)
+
+        patch.setattr(TorchOperator, "call", noted)
+        torch.testing.assert_close(function(x), expected)
+    torch.testing.assert_close(expected, (x @ w).cos() @ w.mT)
+    assert called == []
+
+
+def test_a_mask_in_the_place_of_positions() -> None:
+    """Calls with positions and with masks have one plan; masks are served by their rule."""
+    x, i = torch.randn(4, 5), torch.arange(5).repeat(4, 1)
+    mask = torch.rand(4, 5) > 0.5
+    put = vmap(lambda row, index: row.index_put((index,), torch.zeros(())))
+    for _ in range(REPEATS):
+        assert put(x, i).eq(0).all()
+        torch.testing.assert_close(put(x, mask), x.masked_fill(mask, 0.0))
+
+
+def test_an_index_of_no_dims_in_the_place_of_positions() -> None:
+    x, i = torch.randn(4, 5, 2), torch.randint(0, 5, (4,))
+    row = vmap(lambda a, index: a[index])
+    for _ in range(REPEATS):
+        torch.testing.assert_close(row(x, i[:, None]), x[torch.arange(4), i][:, None])
+        torch.testing.assert_close(row(x, i), x[torch.arange(4), i])
+
+
+def test_indices_of_a_tensor_from_outside_have_derivatives() -> None:
+    w, i = torch.randn(5, 2, requires_grad=True), torch.randint(0, 5, (4, 3))
+    for _ in range(REPEATS):
+        rows = vmap(lambda index: w[:, 0][index] + w[index, 1] + w[index].sum(-1))(i)
+        (got,) = torch.autograd.grad(rows.sum(), w)
+        (expected,) = torch.autograd.grad((2 * w[i].sum(-1)).sum(), w)
+        torch.testing.assert_close(got, expected)
