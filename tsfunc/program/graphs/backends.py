@@ -56,8 +56,7 @@ from tsfunc.errors import ExportError
 from tsfunc.ops.dims import dense_strides, memory_order, memory_span
 from tsfunc.program.closure.results import InputRef
 from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.compilable import make_compilable
-from tsfunc.program.graphs.compiled_layouts import keep_layouts
+from tsfunc.program.graphs.compilable import keep_layouts, make_compilable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.number_inputs import (

@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.torch_export import exported_by_torch
+from tsfunc.bridge.trace.torch_tracing import exported_by_torch
 from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.ops.dims import memory_order, permuted_back
