@@ -38,8 +38,8 @@ class _Attention:
         self.scale = query.shape[-1] ** -0.5 if scale is None else scale
         self.query, self.key, self.value = (
             in_accumulation_dtype(query),
-            self._repeated(key),
-            self._repeated(value),
+            self._repeat_heads(key),
+            self._repeat_heads(value),
         )
         scores = self.query @ self.key.mT * self.scale
         if causal:
@@ -52,7 +52,7 @@ class _Attention:
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         self.weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
-    def _repeated(self, x: Tensor) -> Tensor:
+    def _repeat_heads(self, x: Tensor) -> Tensor:
         """Return a head of keys or values for each head of queries, of which several share one."""
         shared = self.inputs[0].shape[-3] // x.shape[-3]
         return in_accumulation_dtype(x if shared == 1 else x.repeat_interleave(shared, -3))

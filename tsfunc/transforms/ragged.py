@@ -194,8 +194,8 @@ class _Joined:
                     f"{self.spec.call(out=True)}: Dimension out of range (expected to be in range "
                     f"of [-1, 0], but got {dim}) for a number for each example"
                 )
-            return torch.tensor(self._listed(values, 0))
-        return self._listed(values, dim)
+            return torch.tensor(self._list_of_examples(values, 0))
+        return self._list_of_examples(values, dim)
 
     def _once(self, values: Sequence[Any]) -> Any:
         """Return a result that must be the same for all examples."""
@@ -213,7 +213,7 @@ class _Joined:
                 )
         return first
 
-    def _listed(self, values: Sequence[Any], dim: int) -> list[Any]:
+    def _list_of_examples(self, values: Sequence[Any], dim: int) -> list[Any]:
         """Return a list with an entry for each example."""
         items: list[Any] = []
         for subset, value in zip(self.subsets, values, strict=True):
@@ -237,7 +237,7 @@ class _Joined:
         differing = _ragged_dims(values, sizes)
         strided = bool(self.nested) and all(x.layout is torch.strided for x in self.nested)
         if self.spec.ragged == "list" or not differing or not (strided or len(differing) == 1):
-            return self._listed(values, dim)
+            return self._list_of_examples(values, dim)
         if dim % values[0].dim() != 0:
             raise RuntimeError(
                 f"{self.spec.call(out=True)}: an output has sizes that differ from example to "
@@ -246,10 +246,12 @@ class _Joined:
                 f"Nested tensors can only be vmapped over dim=0)"
             )
         if strided:
-            return torch.nested.as_nested_tensor(self._listed(values, 0), layout=torch.strided)
-        return self._jagged(values, differing[0])
+            return torch.nested.as_nested_tensor(
+                self._list_of_examples(values, 0), layout=torch.strided
+            )
+        return self._jagged_tensor(values, differing[0])
 
-    def _jagged(self, values: Sequence[torch.Tensor], along: int) -> torch.Tensor:
+    def _jagged_tensor(self, values: Sequence[torch.Tensor], along: int) -> torch.Tensor:
         """Return a jagged nested tensor, ragged along the dim ``along`` of the examples."""
         device = values[0].device
         lengths = torch.cat([torch.full((len(v),), v.shape[along + 1]) for v in values])

@@ -89,7 +89,7 @@ class _Reading:
     def error(self, what: str) -> AnnotationError:
         return AnnotationError(f"{self.where}: {what}")
 
-    def unknown(self, annotation: object) -> AnnotationError:
+    def unknown_error(self, annotation: object) -> AnnotationError:
         """Return the error of an object that is not a type."""
         if self.descriptor is not None:
             return self.error(f"{annotation!r} can't be checked at a call; give {SUPPORTED}")
@@ -163,7 +163,7 @@ def _read_annotation(annotation: Any, reading: _Reading) -> TSType:
         return _read_annotation(annotation.__supertype__, reading)
     if type(annotation).__name__ == "TypeAliasType":  # Python 3.12's `type X = ...`
         return _read_annotation(annotation.__value__, reading)
-    raise reading.unknown(annotation)
+    raise reading.unknown_error(annotation)
 
 
 def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TSType]) -> TSType:
@@ -252,7 +252,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
     if name is None:
         if isinstance(origin, type) and typing.Generic in origin.__bases__:
             return reading.part(origin)  # the parameters of a user's class are not in the language
-        raise reading.unknown(annotation)
+        raise reading.unknown_error(annotation)
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
         raise reading.error(
             f"{annotation!r} needs the types of its elements: write {GENERIC[name].spelling}"

@@ -103,7 +103,7 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
         return False
     inner = nominal_view(narrower)
     sizes = SizeMatch(inner.dims)
-    return Order(sizes, of_call=False).below(inner, wider) and sizes.settled()
+    return Order(sizes, of_call=False).below(inner, wider) and sizes.is_settled()
 
 
 def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
@@ -117,7 +117,7 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
     ones = list(narrower)
     sizes = SizeMatch(dim for alternative in ones for dim in alternative.dims)
     order = Order(sizes, of_call=True)
-    return all(order.below(*pair) for pair in zip(ones, wider, strict=True)) and sizes.settled()
+    return all(order.below(*pair) for pair in zip(ones, wider, strict=True)) and sizes.is_settled()
 
 
 def nominal_view(type_: TSAllType) -> TSType:

@@ -152,7 +152,7 @@ class MetaTensorType:
         if not isinstance(other, MetaTensorType):
             return NotImplemented
         sizes = SizeMatch(self.sizes)
-        return describes_less(self, other, sizes) and sizes.settled()
+        return describes_less(self, other, sizes) and sizes.is_settled()
 
     def __ge__(self, other: object) -> bool:
         return other <= self if isinstance(other, MetaTensorType) else NotImplemented

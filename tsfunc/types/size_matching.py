@@ -79,7 +79,7 @@ class SizeMatch:
             allowed = wider.admits(size) if isinstance(size, int) else not wider.is_bounded
         return allowed and self._meaning.setdefault(wider.name, value) == value
 
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True if the computed sizes of the wider type fit too.
 
         A name that occurs only in expressions is solved for. A name that can't be solved for

@@ -174,14 +174,14 @@ class SizeSum:
         return _sum_of_terms(terms)
 
     def __floordiv__(self, other: SizeSum) -> SizeSum:
-        parts = self._divided(other.number)
+        parts = self._divide(other.number)
         return _of_operation("//", self, other) if parts is None else parts[0]
 
     def __mod__(self, other: SizeSum) -> SizeSum:
-        parts = self._divided(other.number)
+        parts = self._divide(other.number)
         return _of_operation("%", self, other) if parts is None else SizeSum.of_int(parts[1])
 
-    def _divided(self, divisor: int | None) -> tuple[SizeSum, int] | None:
+    def _divide(self, divisor: int | None) -> tuple[SizeSum, int] | None:
         """Return quotient and remainder if all names cancel in the remainder, else None."""
         factors = [(term, factor) for term, factor in self.terms if term]
         if not divisor or any(factor % divisor for _, factor in factors):
@@ -192,10 +192,10 @@ class SizeSum:
 
     def divided_exactly(self, divisor: SizeSum) -> SizeSum | None:
         """Return the quotient by a number; None if it has a remainder."""
-        parts = self._divided(divisor.number)
+        parts = self._divide(divisor.number)
         return None if parts is None or parts[1] else parts[0]
 
-    def joined(self, symbol: str, other: SizeSum) -> SizeSum:
+    def combine(self, symbol: str, other: SizeSum) -> SizeSum:
         """Return the maximum or the minimum of two sums."""
         if self == other:
             return self
@@ -336,8 +336,8 @@ _ON_SUMS: dict[str, Callable[[SizeSum, SizeSum], SizeSum]] = {
     "*": operator.mul,
     "//": operator.floordiv,
     "%": operator.mod,
-    "max": lambda one, other: one.joined("max", other),
-    "min": lambda one, other: one.joined("min", other),
+    "max": lambda one, other: one.combine("max", other),
+    "min": lambda one, other: one.combine("min", other),
 }
 
 

@@ -156,7 +156,7 @@ class _Reader:
         if name == "namedtuple":
             return self.named_tuple()
         if (name in GENERIC or name in _OTHERS) and name not in self.scope:
-            return self.composed(name)
+            return self.bracketed_type(name)
         return self.named(name)
 
     def named(self, name: str) -> TSType:
@@ -179,7 +179,7 @@ class _Reader:
             )
         return value
 
-    def composed(self, name: str) -> TSType:
+    def bracketed_type(self, name: str) -> TSType:
         if self.take(r"\[") is None:
             raise self.error(f"{name} needs the types of its elements: write {name}[...]")
         cls = GENERIC.get(name)

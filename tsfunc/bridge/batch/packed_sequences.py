@@ -66,7 +66,7 @@ class Packing:
         targets = step * count + torch.arange(rows) - offsets[step]
         return cls(*(x.to(data.device) for x in (active, sources, targets)))
 
-    def padded(self, rows: Tensor) -> Tensor:
+    def pad(self, rows: Tensor) -> Tensor:
         """Return the rows at their steps and sequences, and zeros elsewhere."""
         filled = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
         rows = filled.index_select(0, self.sources.flatten())

@@ -111,7 +111,7 @@ def _one_layer(
     of_input = weights[0], *(weights[2:3] if has_biases else ())
     others = weights[1], *(weights[3:] if has_biases else weights[2:])
     projected = linear(x, *of_input)
-    rows = [projected] if packing is None else [packing.padded(projected), packing.active]
+    rows = [projected] if packing is None else [packing.pad(projected), packing.active]
     if reverse:
         rows = [row.flip(0) for row in rows]
 

@@ -149,7 +149,7 @@ class TracedBody:
             for leaf in self.leaves
         ]
 
-    def unwrapped(self, stacks: Sequence[TracerStack | None]) -> list[Any]:
+    def unwrapped_values(self, stacks: Sequence[TracerStack | None]) -> list[Any]:
         """Return the values of the results inside of the tracers ``stacks``; None for no tensor."""
         if not self._unwrapped:
             with in_body(self.level):
@@ -170,7 +170,7 @@ class TracedBody:
         """
         nodes = []
         results: list[TracedResult | None] = []
-        layouts = zip_longest(self.unwrapped(stacks), stacks, orders)
+        layouts = zip_longest(self.unwrapped_values(stacks), stacks, orders)
         with in_body(self.level):
             for inner, stack, order in layouts:
                 if stack is None:

@@ -374,7 +374,7 @@ class FakeCache:
             if op.writes:  # a mode's constants for a tensor depend on its version
                 for i in op.written:
                     count_write(args[i])
-            return self.made(cached, tensors)
+            return self.make_results(cached, tensors)
         results = self._compute(op, args, kwargs)
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
@@ -515,7 +515,7 @@ class FakeCache:
 
     # --- making
 
-    def made(self, cached: CachedResults, tensors: Sequence[Any]) -> Any:
+    def make_results(self, cached: CachedResults, tensors: Sequence[Any]) -> Any:
         """Return new results with known metadata.
 
         Args:

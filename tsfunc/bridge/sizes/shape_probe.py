@@ -79,7 +79,8 @@ class ShapeProbe:
             s
             for s in self.symbols
             if not any(
-                self.accepts(self._bounded({**hints, s: hints[s] + k})) for k in (1, 2, hints[s])
+                self.accepts(self._within_bounds({**hints, s: hints[s] + k}))
+                for k in (1, 2, hints[s])
             )
         ]
         return bool(self.fixed)
@@ -98,21 +99,21 @@ class ShapeProbe:
         # Numbers among the arguments may be small or negative, unlike sizes.
         numbers = [s for s in self.symbols if float(self.env.var_to_range[s].lower) < 2]
         for value in (-1, 0, 1) if numbers else ():
-            yield self._bounded({**hints, **dict.fromkeys(numbers, value)})
+            yield self._within_bounds({**hints, **dict.fromkeys(numbers, value)})
         drawn = random.Random(0)
         for factor in (2, 3):
-            yield self._bounded({s: factor * hint for s, hint in hints.items()})
+            yield self._within_bounds({s: factor * hint for s, hint in hints.items()})
         # Draw each size separately, so that neither of two is always the larger one: near the
         # sizes of the call, then anywhere.
         for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
             low = 2 if spread > 8 else None
-            yield self._bounded({
+            yield self._within_bounds({
                 s: _python_number(hint + drawn.randrange(-spread, spread)) if s in numbers
                 else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
                 for s, hint in hints.items()
             })  # fmt: skip
 
-    def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _within_bounds(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         hints = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **hints}.items()}
         return satisfy(self.needed, within)

@@ -327,8 +327,8 @@ class Symbols:
         if self._env is None:
             return []
         variables = {**variables, **self._read}
-        of_guard = self._spelled(variables.get)
-        stored, named = self._as_dims_or_numbers(), self._spelled(str)
+        of_guard = self._symbols_as_code(variables.get)
+        stored, named = self._as_dims_or_numbers(), self._symbols_as_code(str)
         conditions = [
             Condition(
                 code_text(guard.expr.xreplace(of_guard)),
@@ -363,7 +363,7 @@ class Symbols:
         symbols = number.node.expr.free_symbols
         return bool(symbols) and all(self._names.get(symbol) in self.numbers for symbol in symbols)
 
-    def _spelled(self, code_of: Callable[[str], str | None]) -> dict[Any, Any]:
+    def _symbols_as_code(self, code_of: Callable[[str], str | None]) -> dict[Any, Any]:
         """Return the symbols that have code as symbols whose names are the code.
 
         Args:
@@ -385,13 +385,13 @@ class Symbols:
             for symbol, name in self._names.items()
             if name in self._values
         }
-        return {**self._spelled(str), **of_call}
+        return {**self._symbols_as_code(str), **of_call}
 
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
         """Return a function that checks all guards at other sizes; None without guards."""
         if self._env is None or not self._env.guards:
             return None
-        values = self._spelled(lambda name: f"sizes[{name!r}]")
+        values = self._symbols_as_code(lambda name: f"sizes[{name!r}]")
         constraints = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
         text = " and ".join(f"({constraint})" for constraint in constraints)
         return eval(f"lambda sizes: {text}", {"math": math})
@@ -402,7 +402,7 @@ class Symbols:
     def _is_of_numbers(self, expr: Any) -> bool:
         return any(self._names.get(symbol) in self.numbers for symbol in expr.free_symbols)
 
-    def explained(self, error: Exception) -> tuple[str, bool]:
+    def explain_error(self, error: Exception) -> tuple[str, bool]:
         """Return an error's message in the user's names, and True if it is about unknown data."""
         text = str(error)
         if self._env is None:

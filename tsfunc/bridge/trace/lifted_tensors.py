@@ -239,7 +239,7 @@ class Lifting(UserCode):
         if not _is_active(self.level):
             # A backward pass runs the function of a checkpoint again, at the checkpoint's levels.
             return func(*args, **kwargs)
-        repeated = self.level.repeated.again(func, args, kwargs)
+        repeated = self.level.repeated.repeat(func, args, kwargs)
         if repeated is not NotImplemented:
             return repeated
         if OpaqueValue in types:

@@ -126,7 +126,7 @@ class RepeatedCalls:
         if self._watched is not None:
             self._watched.append(call)
 
-    def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def repeat(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of a function call that repeats an earlier one, or NotImplemented."""
         keyed = self._key(func, args, kwargs, False)
         recorded = None if keyed is None else self._known.get(keyed[0])
@@ -288,7 +288,7 @@ class RepeatedCalls:
         tracks = True in [operands[i].tracks for i in positions]
         guard = level.guard() if dispatched else level.torch_state.keys()
         with guard, DisableTorchFunction():
-            values = self._results.made(described, [x.value for x in operands])
+            values = self._results.make_results(described, [x.value for x in operands])
             node, out = self._record(op, arguments, named, values, tracks, level)
         if self._watched is not None:
             args = [_fill_operands(arg, operands) for arg in args]

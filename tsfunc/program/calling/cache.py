@@ -294,7 +294,7 @@ class CachedProgram:
     build: Build = field(init=False)
 
     def __post_init__(self) -> None:
-        self.enter = self.call_guard or self._flattened
+        self.enter = self.call_guard or self._guard_of_containers
         if self.refuses is not None:
             self.enter = functools.partial(_enter_unless_refused, self.enter, self.refuses)
         self.run, self.build = self.program.run, unflatten_function(self.program.out_tree)
@@ -349,7 +349,9 @@ class CachedProgram:
             return None
         return refused_values(reads, spec.settings, flat)
 
-    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    def _guard_of_containers(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any] | None:
         """Return the same as ``call_guard``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE

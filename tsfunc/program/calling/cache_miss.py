@@ -135,7 +135,7 @@ class CacheMiss:
             records_autograd=cache.records_autograd, autograd_is_remembered=cache.records_autograd
         )
         if serving is None:
-            traced, assumptions = self._valid_program(variation.assumed(assumptions))
+            traced, assumptions = self._valid_program(variation.assume_varying(assumptions))
             variation.record_outcome(assumptions)
             cache.history.appendleft(facts)
             if not assumptions.fixed:
@@ -377,10 +377,10 @@ class CacheMiss:
             fixed_positions.update(range(len(self.flat), len(values)))
             from tsfunc.program.graphs.hoisting import Hoisted
 
-            run: Any = Hoisted(program, fixed_positions, len(values), self._compiled)
+            run: Any = Hoisted(program, fixed_positions, len(values), self._compile)
         else:
             compared = self._compares or self._has_unknown_numbers(assumptions)
-            run = self._compiled(program, values, not compared, assumptions, numbers)
+            run = self._compile(program, values, not compared, assumptions, numbers)
         program = dataclasses.replace(program, run=run)
         entry = CachedProgram.of_call_spec(
             program, call_spec, self._reason(assumptions),
@@ -395,7 +395,7 @@ class CacheMiss:
         self.variation.check(entry, assumptions)
         return entry, reads.values
 
-    def _compiled(
+    def _compile(
         self,
         program: ProgramData,
         values: Sequence[Any],

@@ -354,7 +354,7 @@ class _Trace:
         check_containers(request.label, request.func, (args, kwargs), traced, tree)
         return out
 
-    def _aliasing(self) -> list[TraceGuard]:
+    def _guard_aliasing(self) -> list[TraceGuard]:
         """Guard the identities of the function's tensors: NOTE [tensor aliasing]."""
         instances, inputs = self.instances, self.request.inputs
         if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
@@ -406,7 +406,7 @@ class _Trace:
         constraints = symbols.constraints()
         larger_minima = {} if not constraints else check_constraints(
             request.name, constraints, request.named_dims, sizes_of_call(request.inputs),
-            request.described, self._undescribed(), self.assumptions,
+            request.described, self._undescribed_shapes(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(update, owner=first + update.owner) for update in updates.updates)
@@ -420,7 +420,7 @@ class _Trace:
         properties = level.tensor_guards.property_guards.values()
         guards = [
             *map(ArgumentCondition, conditions), *map(Property, properties),
-            *self._aliasing(), *self._shared_memory(),
+            *self._guard_aliasing(), *self._shared_memory(),
         ]  # fmt: skip
         return replace(
             program, trace_guards=tuple(guards), larger_minima=larger_minima,
@@ -450,7 +450,7 @@ class _Trace:
                 )
             self.instances.builder.closure_guards.add(ConditionHolds(condition))
 
-    def _undescribed(self) -> dict[str, Sequence[int]]:
+    def _undescribed_shapes(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""
         paths = self.request.tree.paths()  # those in containers have longer paths
         return {

@@ -323,7 +323,7 @@ class Variation:
         self._served: Names = frozenset()  # the values that may vary in the new program
         self._tried: Names = frozenset()  # the values that have varied
 
-    def assumed(self, assumptions: Assumptions) -> Assumptions:
+    def assume_varying(self, assumptions: Assumptions) -> Assumptions:
         """Return the assumptions with inputs in place of the values that have varied."""
         if not self.cache.auto_widen:
             return assumptions
@@ -363,7 +363,7 @@ class Variation:
             Retrace: some of them can't.
         """
         names = assumptions.varying
-        needed = self._needed(entry) & names
+        needed = self._needed_numbers(entry) & names
         if needed:
             raise Retrace(assumptions.with_changes(**self.without(needed, assumptions)))
         bound_to_sizes = any(condition.dims for condition in entry.call_spec.conditions)
@@ -380,7 +380,7 @@ class Variation:
         names = frozenset() if names in self.cache.not_widened else names
         return {"varying": names, "dims": assumptions.dims if names else {}}
 
-    def _needed(self, entry: CachedProgram) -> Names:
+    def _needed_numbers(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
         needed = {condition.number for condition in entry.call_spec.conditions}
         return frozenset(

@@ -408,7 +408,7 @@ def rewrite_size_error(label: str, symbols: Symbols, error: Exception) -> None:
     Raises:
         DataDependentError: a size that depends on data was used as a Python value.
     """
-    text, about_data = symbols.explained(error)
+    text, about_data = symbols.explain_error(error)
     if about_data:
         location = error_location(error)
         if _is_iteration(error):

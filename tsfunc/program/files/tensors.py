@@ -201,7 +201,7 @@ class TensorReader:
         )
         dtype = self._values.dtype(record.at("dtype"))
         shape = [size.integer(0) for size in record.at("shape").items()]
-        memory = self._placed(record.at("memory").text(), record.at("device"))
+        memory = self._memory_on(record.at("memory").text(), record.at("device"))
         if record.get("strides") is None:
             if memory.dtype is not dtype or list(memory.shape) != shape:
                 record.fail(f"its data is {memory.dtype} of shape {list(memory.shape)}")
@@ -237,7 +237,7 @@ class TensorReader:
         except RuntimeError as error:
             record.fail(str(error))
 
-    def _placed(self, name: str, device_field: Field) -> torch.Tensor:
+    def _memory_on(self, name: str, device_field: Field) -> torch.Tensor:
         """Return memory on a device; all tensors that share the memory get the same."""
         device = self._values.device(device_field)
         key = name, device

@@ -203,7 +203,7 @@ class _OperatorCall:
             if out.shape == wide:
                 columns = _entry_numbers(x).expand(wide).reshape(-1)
                 return torch.stack([torch.arange(out.numel()), columns])
-            return self.reduced(i, position, x) if len(tensors) == 1 else None
+            return self.reduced_pairs(i, position, x) if len(tensors) == 1 else None
         return None
 
     def moved(self, i: int, position: int) -> torch.Tensor | None:
@@ -247,7 +247,7 @@ class _OperatorCall:
             parts.append(torch.stack([at[:, 1], at[:, 0] + start]))
         return torch.cat(parts, 1)
 
-    def _spoiled(self, i: int, position: int, at: tuple[Any, ...]) -> torch.Tensor:
+    def _nan_entries(self, i: int, position: int, at: tuple[Any, ...]) -> torch.Tensor:
         """Return the entries of a result that become NaN if some entries of an argument are NaN."""
         spoiled = torch.ones(self.values[i].value.shape, dtype=torch.double)
         spoiled[at] = torch.nan
@@ -260,16 +260,16 @@ class _OperatorCall:
         """Return the pairs of an operator along dims: each result depends on its whole slice."""
         if not x.numel():
             return None
-        reached = self._spoiled(i, position, (0,) * x.dim()).nonzero()
+        reached = self._nan_entries(i, position, (0,) * x.dim()).nonzero()
         mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
         slices = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
         return _pairs_within_slices(slices.expand(x.shape))
 
-    def reduced(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
+    def reduced_pairs(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
         kept_dims = []
         for d, size in enumerate(x.shape):
-            spoiled = self._spoiled(i, position, (slice(None),) * d + (0,))
+            spoiled = self._nan_entries(i, position, (slice(None),) * d + (0,))
             if not spoiled.any():
                 return None
             kept_dims.append(1 if spoiled.all() else size)

@@ -88,7 +88,7 @@ class NumbersAsTensors:
             if node not in self._origins and any(map(self._origins.get, node.all_input_nodes)):
                 self._replace(node)
         self._compute = self._computation(indices)
-        self.ints = {node.name: indices[node] for node in self._remaining()}
+        self.ints = {node.name: indices[node] for node in self._take_out_numbers()}
         if self._refused:
             raise NumbersRefused([node.name for node in self._refused])
 
@@ -255,7 +255,7 @@ class NumbersAsTensors:
         graph.output(tuple([copies[node] for node in outputs]))
         return generate("numbers", graph, places, {})[1]
 
-    def _remaining(self) -> list[torch.fx.Node]:
+    def _take_out_numbers(self) -> list[torch.fx.Node]:
         """Take the numbers out of the graph, and return the ints that it takes.
 
         The floats that it needs are refused.

@@ -105,7 +105,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
         nodes, children = set(graph.nodes), dict(module.named_children())
         try:
             with graph.inserting_before(node):
-                results = writer.translated(node, node.args)
+                results = writer.translate(node, node.args)
         except NoTorchOperator as error:
             node.meta[_REASON] = str(error)
             for added in reversed([other for other in graph.nodes if other not in nodes]):
@@ -373,7 +373,7 @@ class Writer:
             return not isinstance(node.target, RandomStates)
         return not self.exact and has_open_time(node)
 
-    def translated(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    def translate(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         """Write the operators that replace a node; return its results.
 
         Raises:
@@ -414,7 +414,7 @@ class Writer:
                 values[node].meta = dict(node.meta)
             elif self.translates(node):
                 args = torch.fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = self.translated(node, args)
+                values[node] = self.translate(node, args)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
                 if isinstance(values[node], torch.fx.Node) and "val" in node.meta:

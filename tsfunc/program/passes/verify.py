@@ -130,7 +130,7 @@ class _Check:
                 number = node.meta.get("number")
                 values[node] = number if said is None else rerun.like(said)
                 continue
-            values[node] = result = self._again(rerun, node, values)
+            values[node] = result = self._run_again(rerun, node, values)
             if isinstance(said, torch.Tensor):
                 if not isinstance(result, torch.Tensor):
                     self._fail(node, f"it is a {type(result).__name__}, not a tensor.")
@@ -138,7 +138,7 @@ class _Check:
                 if unlike is not None:
                     self._fail(node, f"{unlike}.")
 
-    def _again(
+    def _run_again(
         self, rerun: FakeRerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]
     ) -> Any:
         if isinstance(node.target, ControlFlow):

@@ -154,10 +154,6 @@ def _is_readable(value: Any) -> bool:
     return not any(batched) and not isinstance(innermost_value(value, kinds), Tracer)
 
 
-def known_data(values: Any) -> torch.Tensor:
-    return innermost_value(values)
-
-
 class DiffersAtInnerLevel(BaseException):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 

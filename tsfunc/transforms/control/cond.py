@@ -33,6 +33,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import count_draws, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.transforms.control import dynamo_forms, physical_batches
 from tsfunc.transforms.control.active import SubsetGroup, groups_by_choice, numbers_in
 from tsfunc.transforms.control.call_forms import (
@@ -47,7 +48,6 @@ from tsfunc.transforms.control.choice import (
     Choice,
     TracedChoice,
     choice_of,
-    known_data,
     predicate_of,
 )
 from tsfunc.transforms.control.control_operators import Switch, run_by
@@ -294,7 +294,7 @@ class _SwitchCall:
                 return self.record(wrap(choice.values, 0, choice.level))
         with Attempt(choice.level) as attempt:
             try:
-                return self.run_on_subsets(choice) if choice.known else self.unseen(choice)
+                return self.run_on_subsets(choice) if choice.known else self.run_unreadable(choice)
             except NeedsWholeBatch as error:
                 attempt.give_up(error)
         return self.select(choice)
@@ -318,7 +318,7 @@ class _SwitchCall:
 
     def run_on_subsets(self, choice: BatchedChoice) -> Any:
         """Run each branch on the examples that take it."""
-        values = known_data(choice.values)
+        values = innermost_value(choice.values)
         taken = numbers_in(values)
         if len(taken) == 1:
             return numbers_to_tensors(self.branches[taken[0]](*self.operands))
@@ -349,13 +349,16 @@ class _SwitchCall:
         merge_draw_counts([drawn for _, drawn in each], chosen)
         return combine_leaves(outs, chosen)
 
-    def unseen(self, choice: BatchedChoice) -> Any:
+    def run_unreadable(self, choice: BatchedChoice) -> Any:
         """Run the branches on guarded subsets: NOTE [unreadable choices]."""
         level, values = choice.level, choice.values
         first = values[0]
         result = switch(
             first,
-            [functools.partial(self.guarded, i, level, values) for i in range(len(self.branches))],
+            [
+                functools.partial(self.run_guarded_branch, i, level, values)
+                for i in range(len(self.branches))
+            ],
         )
         for i in range(len(self.branches)):
             mask = values == i
@@ -364,7 +367,7 @@ class _SwitchCall:
             result = cond(also, over, lambda result=result: result)
         return result
 
-    def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
+    def run_guarded_branch(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         mask = values == i
         branch = count_draws(self.branches[i], level.depth)
@@ -375,7 +378,7 @@ class _SwitchCall:
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, result: Any) -> Any:
         """Return the results with those of a branch for the examples that take it."""
-        out = self.guarded(i, level, torch.where(mask, i, -1))
+        out = self.run_guarded_branch(i, level, torch.where(mask, i, -1))
         self.check([result, out], (0, i))
         return combine_leaves([out, result], lambda pair: where(level, mask, *pair))
 

@@ -93,10 +93,10 @@ class Switch(ControlFlowOperator):
         index, *rest = operands
         rest = writer.distinct(rest)
         if self.name == "cond":
-            return self._chosen(writer, writer.truth(index), (1, 0), rest)
+            return self._write_choice(writer, writer.truth(index), (1, 0), rest)
         return self._from(writer, 0, index, rest)
 
-    def _chosen(
+    def _write_choice(
         self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
     ) -> list[torch.fx.Node]:
         """Write a choice between two branches."""

@@ -109,7 +109,9 @@ def record_switch(
         for leaf, column in zip(bodies[0].leaves, columns, strict=True)
     ]
     # NOTE [layouts of results] in ``traced_bodies``.
-    orders = [*map(common_order, zip(*(body.unwrapped(stacks) for body in bodies), strict=True))]
+    orders = [
+        *map(common_order, zip(*(body.unwrapped_values(stacks) for body in bodies), strict=True))
+    ]
     results, *_ = [body.end(stacks, orders) for body in bodies]
     tensors, numbers, places = operands_of(bodies, 0)
     if written:  # a derivative runs the bodies on the values that they got
@@ -252,7 +254,7 @@ class Carry:
         orders: list[Any] = []
         before = len(self.copied)
         inputs = iter(body.given)
-        for i, value in enumerate(body.unwrapped(stacks)[: len(self.leaves)]):
+        for i, value in enumerate(body.unwrapped_values(stacks)[: len(self.leaves)]):
             carried = None if value is None else next(inputs)
             if carried is None or (have_same_strides(carried, value) and not is_expanded(carried)):
                 orders.append(None)

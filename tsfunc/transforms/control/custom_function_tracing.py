@@ -115,7 +115,9 @@ class _RuleCall:
     def arguments(self) -> tuple[Any, Any]:
         return self.call.arguments(self.sizes, self.operands)
 
-    def knowing(self, other: RuleCall, types: Sequence[OperandType], names: DimNames) -> None:
+    def take_results_of(
+        self, other: RuleCall, types: Sequence[OperandType], names: DimNames
+    ) -> None:
         """Copy the result structure of the call, which was found in another trace."""
         self.call.out_tree, self.call.out_places = other.out_tree, other.out_places
         self.call.out_leaves = other.out_leaves
@@ -168,7 +170,7 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
 
     def backward(values: list[Any]) -> Values:
         bound = _rule_call(callee, values[:start])
-        bound.knowing(calls[-1], results, tracing.names)
+        bound.take_results_of(calls[-1], results, tracing.names)
         residuals = residual_trees[-1].filled(values[start:stop], tracing.names)
         cotangents: list[Any] = [None] * len(results)
         for j, value in zip(differentiable, values[stop:], strict=True):
@@ -196,7 +198,7 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
 
     def pushforward(values: list[Any]) -> Values:
         bound = _rule_call(callee, values[: len(operands)])
-        bound.knowing(calls[-1], results, tracing.names)
+        bound.take_results_of(calls[-1], results, tracing.names)
         tangents: list[Any] = [None] * count
         for i, value in zip(wrt, values[len(operands) :], strict=True):
             tangents[i] = value

@@ -219,14 +219,16 @@ class CustomAutogradFunction(TracedCallee):
         if self.refusal is not None:
             raise UndefinedDerivativeError(self.refusal)
         assert self.backward is not None
-        cts_in = self.backward(*self._given(ctx), *(cotangents[j] for j in self.differentiable))
+        cts_in = self.backward(
+            *self._first_inputs(ctx), *(cotangents[j] for j in self.differentiable)
+        )
         return (*cts_in, *[None] * self.numbers)
 
     def _pushforward(self, ctx: Any, *tangents: Any) -> Any:
         assert self.push is not None
-        return tuple(self.push(*self._given(ctx), *(tangents[i] for i in self.wrt)))
+        return tuple(self.push(*self._first_inputs(ctx), *(tangents[i] for i in self.wrt)))
 
-    def _given(self, ctx: Any) -> Sequence[Any]:
+    def _first_inputs(self, ctx: Any) -> Sequence[Any]:
         """Return the first inputs of both derivatives."""
         shapes = [_Shaped(shape) for shape in ctx.shapes]
         return *ctx.saved_tensors, *ctx.numbers, *shapes

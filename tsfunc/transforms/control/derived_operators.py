@@ -34,6 +34,7 @@ from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.bridge.tracers.draw_keys import preserve_draw_counts, set_packed_draw_counts
 from tsfunc.bridge.tracers.interrupts import undoing
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.ops.dims import in_memory_order, memory_order
 from tsfunc.program.graphs.codegen import write_bodies
@@ -41,7 +42,6 @@ from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
 from tsfunc.program.passes.simplify import simplify_part
 from tsfunc.transforms.argnums import with_replaced
-from tsfunc.transforms.control.choice import known_data
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -214,7 +214,7 @@ class ControlFlowOperator(ControlFlow):
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
 
-    def retraced(
+    def write_retraced(
         self, writer: Writer, run: Callable[..., Sequence[Any]], operands: Sequence[Any]
     ) -> list[torch.fx.Node]:
         """Write a function of the operands that calls control flow: ``bridge/control/retraced``."""
@@ -240,7 +240,7 @@ class ExpandedOperator(ControlFlowOperator):
         return (
             super().write_for_torch(writer, operands)
             if run is None
-            else self.retraced(writer, run, operands)
+            else self.write_retraced(writer, run, operands)
         )
 
 
@@ -284,9 +284,9 @@ class MappedOperator(ExpandedOperator):
         if merged is not None and self._is_cheap_as_one(operands):
             return merged(*operands)
         physical = self.op.of_batch(operands, self.batched)
-        return self._vmapped(*operands) if physical is None else _make_contiguous(physical)
+        return self._call_vmapped(*operands) if physical is None else _make_contiguous(physical)
 
-    def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
+    def _call_vmapped(self, *operands: Any) -> tuple[Any, ...]:
         return _call_batched(self.op, self.batched, *operands)
 
     @property
@@ -303,7 +303,7 @@ class MappedOperator(ExpandedOperator):
 
     def expanded(self) -> Callable[..., tuple[Any, ...]]:
         """Return the choices and loops of the whole batch."""
-        return self._merged or self._vmapped
+        return self._merged or self._call_vmapped
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
         """True if merging two vmaps does not expand the operands by much."""
@@ -433,9 +433,9 @@ class Replayed(ExpandedOperator):
     def _set(self, states: Sequence[Any]) -> None:
         for device, state in zip(self.devices, states, strict=True):
             if device.type == "cpu":
-                torch.set_rng_state(known_data(state))
+                torch.set_rng_state(innermost_value(state))
             else:
-                torch.get_device_module(device).set_rng_state(known_data(state), device)
+                torch.get_device_module(device).set_rng_state(innermost_value(state), device)
 
 
 class Pushforward(ExpandedOperator):

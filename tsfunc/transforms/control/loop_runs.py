@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.draw_keys import (
     merge_draw_counts,
     set_draw_counts,
 )
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
@@ -35,7 +36,6 @@ from tsfunc.transforms.control.choice import (
     DiffersAtInnerLevel,
     TracedChoice,
     choice_of,
-    known_data,
     truth_of,
     values_at,
 )
@@ -202,7 +202,7 @@ class Loop:
         self, carry: Any, choice: BatchedChoice, limit: int | None
     ) -> tuple[Any, bool]:
         """Run each step on the subset of examples that are not done."""
-        active = known_data(choice.values).bool()
+        active = innermost_value(choice.values).bool()
         if not self.checked and not bool(active.any()):
             self.check_end(carry)
         state = carry, draw_counts(choice.level.depth)
@@ -241,7 +241,7 @@ class Loop:
             if choice is None:
                 choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
-                return carry, steps, known_data(choice.values).bool()
+                return carry, steps, innermost_value(choice.values).bool()
             if isinstance(choice, BatchedChoice | TracedChoice):
                 carry, done = self.run(carry, None if limit is None else limit - steps)
                 return carry, steps, done
@@ -375,7 +375,7 @@ class CountedLoop(Loop):
             else self.remaining_steps(carry)
         )
         if isinstance(left, BatchedChoice) and left.level is subset and left.known:
-            counts = known_data(left.values)
+            counts = innermost_value(left.values)
             sure = int(counts.min())
             if sure > 0:
                 return self.steps(carry, sure), sure, counts > sure

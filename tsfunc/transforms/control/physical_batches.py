@@ -22,6 +22,7 @@ from tsfunc.bridge.control.control_flow import Body, BodyFunction
 from tsfunc.bridge.grad.linear_maps import value_batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.dispatch.state import tls
 from tsfunc.program import capture
@@ -31,7 +32,7 @@ from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.argnums import with_replaced
 from tsfunc.transforms.control.active import groups_by_choice, numbers_in, repeat
-from tsfunc.transforms.control.choice import BatchedChoice, known_data
+from tsfunc.transforms.control.choice import BatchedChoice
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
 
@@ -117,7 +118,7 @@ class PhysicalBatch:
         columns = zip(*[state for _, state in parts], strict=True)
         return [_select(torch.cat(column), order) for column in columns]
 
-    def vmapped(self, body: Body, function: BodyFunction | None = None) -> Every | None:
+    def vmap_body(self, body: Body, function: BodyFunction | None = None) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced.
 
         Args:
@@ -190,7 +191,9 @@ def run_known_loop(
     """
 
     def run(batch: PhysicalBatch) -> Sequence[Any] | None:
-        return run_batched_loop(condition, body, carried, batch, known_data(choice.values).bool())
+        return run_batched_loop(
+            condition, body, carried, batch, innermost_value(choice.values).bool()
+        )
 
     return _on_physical(run, operands, choice.level)
 
@@ -220,7 +223,7 @@ def run_batched_loop(
     """Run a loop of known length on physical operands; without ``active``, call its condition."""
     batch = batch.with_batched(carried)
     function, operands = body.with_own_carry(tuple(batch.operands))
-    ask, step = batch.vmapped(condition), batch.vmapped(body, function)
+    ask, step = batch.vmap_body(condition), batch.vmap_body(body, function)
     if ask is None or step is None:
         return None
     carry = operands[:carried]
@@ -256,7 +259,7 @@ def choice(
     """
 
     def run(batch: PhysicalBatch) -> Sequence[Any] | None:
-        return run_batched_choice(branches, batch, known_data(taken.values))
+        return run_batched_choice(branches, batch, innermost_value(taken.values))
 
     return _on_physical(run, operands, taken.level)
 
@@ -266,7 +269,7 @@ def run_batched_choice(
 ) -> Sequence[torch.Tensor] | None:
     """Run the branches that the examples choose on physical operands, and join the results."""
     numbers = numbers_in(index)
-    every = [batch.vmapped(branches[i]) for i in numbers]
+    every = [batch.vmap_body(branches[i]) for i in numbers]
     if any(writes(node) for i in numbers for node in branches[i].graph.nodes):
         return None
     runs = [run for run in every if run is not None]
