@@ -171,6 +171,7 @@ REFUSED_CALLS: dict[str, tuple[Function, str]] = {
     "reflected": (lambda x, w: w @ x, "matmul was called on float32[4, 2], float32[3]"),
     "function": (lambda x, w: torch.cat([x, w]), "cat was called on float32[3], float32[4, 2]"),
     "method": (lambda x, w: x.reshape(2, 2), "reshape was called on float32[3]"),
+    "in place": (lambda x, w: x.add_(w), "add_ was called on float32[3], float32[4, 2]"),
     "index": (lambda x, w: x[4], "getitem was called on float32[3]"),
     "keyword": (lambda x, w: x.sum(dim=2), "sum was called on float32[3]"),
     "Python": (lambda x, w: F.mse_loss(x, w), "mse_loss was called on float32[3], float32[4, 2]"),

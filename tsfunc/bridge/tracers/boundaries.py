@@ -129,7 +129,9 @@ def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = N
     def text() -> str:
         leaves = pytrees.leaves_of((args, kwargs or {}))
         types = ", ".join(_tensor_text(x) for x in leaves if isinstance(x, torch.Tensor))
-        return f"{function_name(func).strip('_')} was called on {types}"
+        name = function_name(func)
+        name = name.strip("_") if name.endswith("__") else name.lstrip("_")  # `add_` keeps its own
+        return f"{name} was called on {types}"
 
     keep_refused_call(error, text)
 
