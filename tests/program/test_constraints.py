@@ -740,3 +740,17 @@ def test_a_described_tensor_in_a_container_is_not_named() -> None:
 
     text, _ = refused(f, {"batch": {"x": Meta(["n", 3])}}, {"x": r(4, 3)})
     assert "n == 4" in text and "no descriptor" not in text
+
+
+def test_a_loop_over_a_named_dim_of_size_one_is_refused_after_few_steps() -> None:
+    steps: list[int] = []
+
+    def looped(x: Tensor) -> Tensor:
+        for i in range(x.shape[0]):
+            steps.append(i)
+        return x
+
+    program = specialize(looped, {"x": Meta(["n", 3])})
+    with pytest.raises(ConstraintViolation, match="n == 1"):
+        program(torch.ones(1, 3))
+    assert len(steps) < 200

@@ -41,11 +41,11 @@ def chunks_of(
     monkeypatch.setattr(chunk_sizes, "Meter", memory)
     sizes = MeasuredSize(model, budget, total, torch.device("cpu"), "f")
     found: list[int] = []
-    while sum(found) < total:
-        memory.examples = min(sizes.next(), total - sum(found))
-        with sizes.running(memory.examples):
+    for length in sizes.lengths(total):
+        memory.examples = length
+        with sizes.running(length):
             pass
-        found.append(memory.examples)
+        found.append(length)
     return found
 
 

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.transforms.support import same
-from tsfunc import grad, jacrev, jvp, specialize, vmap
+from tsfunc import Dim, MetaTensorType, grad, jacrev, jvp, specialize, vmap
 from tsfunc.bridge.tracers import memory_meter
-from tsfunc.errors import MemoryBudgetWarning
+from tsfunc.errors import ConstraintViolation, MemoryBudgetWarning
 from tsfunc.transforms import chunk_sizes
 
 MIB = 2**20
@@ -309,3 +309,33 @@ def test_the_process_stays_within_the_budget() -> None:
         check=True,
     )
     assert int(run.stdout) <= 200 * MIB
+
+
+class TestNamedSizes:
+    """In a program with a named size, the number of chunks is the constraint on the size."""
+
+    def test_a_descriptor_that_fixes_the_number_of_chunks_serves_its_sizes(self) -> None:
+        mapped = vmap(lambda x: x.sin().sum(), chunk_size=4)
+        program = specialize(mapped, {"x": MetaTensorType([Dim("n", min=5, max=8), 4])})
+        for n in (5, 7, 8):
+            same(program(X[:n]), mapped(X[:n]))
+        assert program.cache_info().misses == 1
+
+    def test_another_descriptor_is_refused_with_the_one_that_suffices(self) -> None:
+        program = specialize(
+            vmap(lambda x: x.sin().sum(), chunk_size=4), {"x": MetaTensorType(["n", 4])}
+        )
+        with pytest.raises(ConstraintViolation, match=r"Dim\('n', min=5, max=8\)"):
+            program(X[:6])
+
+    def test_the_rows_of_a_jacobian_run_once(self) -> None:
+        calls: list[int] = []
+
+        def function(x: Tensor) -> Tensor:
+            calls.append(1)
+            return jacrev(lambda x: (x * x).reshape(-1), chunk_size=2)(x).sum()
+
+        program = specialize(function, {"x": MetaTensorType(["a", "b", "c"])})
+        with pytest.raises(ConstraintViolation, match="== 6"):
+            program(torch.rand(3, 2, 2))
+        assert len(calls) == 1

@@ -27,6 +27,14 @@ REFUSALS = (
         "a later call has other sizes than a descriptor guarantees",
     ),
     Refusal(
+        "TypeCheckError", r"(?s)one type, got.*\[[^\]]*[a-z]", "docs/soundness.md",
+        "branches whose sizes are equal for some sizes of a named dim only",
+    ),
+    Refusal(
+        "TypeCheckError", r"(?s)one type, got.*f64\[.*f32\[|one type, got.*f32\[.*f64\[",
+        "docs/coming_from_jax.md", "branches of which one is float64 for a float32 call",
+    ),
+    Refusal(
         "DataDependentError", "", "docs/soundness.md",
         "a size or a Python value that depends on data",
     ),

@@ -13,6 +13,7 @@ then measure nothing.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tsfunc.bridge.sizes.shape_environment import count_of
 from tsfunc.bridge.tracers.memory_meter import Meter
 from tsfunc.errors import MemoryBudgetWarning
 from tsfunc.user_code import warn
@@ -32,8 +34,8 @@ MARGIN = 0.9  # part of the budget to use: allocators round up, libraries keep b
 class ChunkSizes(Protocol):
     """Source of the sizes of the chunks of one call."""
 
-    def next(self) -> int:
-        """Return the size of the next chunk."""
+    def lengths(self, size: int) -> Iterator[int]:
+        """Return the sizes of the chunks of ``size`` examples; each is read when it is its turn."""
 
     def running(self, examples: int) -> AbstractContextManager[Any]:
         """Context manager for the run of a chunk."""
@@ -48,8 +50,15 @@ class FixedSize:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def next(self) -> int:
-        return self.size
+    def count(self, size: int) -> int:
+        """Return the number of chunks; in a trace it is the one constraint on a named size."""
+        return count_of(-(-size // self.size))
+
+    def lengths(self, size: int) -> Iterator[int]:
+        whole = self.count(size) - 1
+        yield from itertools.repeat(self.size, whole)
+        if whole >= 0:
+            yield size - whole * self.size
 
     def running(self, examples: int) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -122,7 +131,13 @@ class MeasuredSize:
         self._last = 0
         self._warned = False
 
-    def next(self) -> int:
+    def lengths(self, size: int) -> Iterator[int]:
+        while size > 0:
+            length = min(self._next(), size)
+            yield length
+            size -= length
+
+    def _next(self) -> int:
         if not self.model.is_measured:
             return 1
         size = self.model.largest(self.budget, self.total)

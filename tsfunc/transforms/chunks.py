@@ -79,7 +79,8 @@ def chunk_sizes_for(
         models: the memory models of earlier calls.
     """
     if spec.chunk_size != "auto":
-        return FixedSize(spec.chunk_size) if spec.chunk_size < size else None
+        sizes = FixedSize(spec.chunk_size)
+        return sizes if sizes.count(size) > 1 else None
     if current_trace() is not None or size < 2:
         return None
     leaves = [*flat, *pytrees.leaves_of(rest)]
@@ -160,8 +161,7 @@ def run_in_chunks(
     keys = CallKeys() if spec.randomness == "split" else None
     joined = Joined(spec, size)
     start = 0
-    while start < size:
-        length = min(sizes.next(), size - start)
+    for length in sizes.lengths(size):
         part = [
             value if bdim is None else _examples(value, bdim, start, length)
             for value, bdim in zip(flat, bdims, strict=True)

@@ -126,8 +126,8 @@ def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, 
         if sizes is None:
             runner.add(group)
             continue
-        while len(group):
-            chunk, group = group.tensor_split([sizes.next()])
+        for length in sizes.lengths(len(group)):
+            chunk, group = group.tensor_split([length])
             with sizes.running(len(chunk)):
                 runner.add(chunk)
     return join_results(spec, runner.finish(), sources)

@@ -72,7 +72,9 @@ def loop(d: Draw) -> None:
     lower, upper = d.pick(
         ("0", "2"), ("0", "3"), ("1", "3"), ("0", f"1 + ({d.float()}.sum() * 3).abs().long() % 3")
     )
-    d.let(f"tsfunc.fori_loop({lower}, {upper}, {body.name}, {x})", (bounded,))
+    # The index is an int or a tensor, as the bounds are.
+    step = f"lambda i, p: {body.name}(torch.as_tensor(i), p)"
+    d.let(f"tsfunc.fori_loop({lower}, {upper}, {step}, {x})", (bounded,))
 
 
 def while_(d: Draw) -> None:

@@ -197,12 +197,15 @@ class SubsetLevel(BatchLevel, LevelProxy):
 
         A subset remaps a tracer if that, or one that it wraps, belongs to an ancestor. A tracer
         that is unbatched there is remapped too if an inner level differentiates by it: its gradient
-        differs from example to example.
+        differs from example to example. A tracer of an inner subset that the body has selected is
+        remapped already, or made in the body.
         """
         inner: Any = value
         recorded = False
         while isinstance(inner, Tracer) and inner.dispatch_level.depth > self.depth:
-            recorded = recorded or is_recorded(inner)
+            recorded = recorded or (
+                is_recorded(inner) and not _is_selected_inside(inner.dispatch_level, self)
+            )
             inner = getattr(inner, "value", None)
         if not isinstance(inner, Tracer) or inner.dispatch_level.depth < self.depth:
             return recorded
@@ -223,6 +226,16 @@ class SubsetLevel(BatchLevel, LevelProxy):
             sync(value)
             return linear(Select(self), (value,))
         return value
+
+
+def _is_selected_inside(level: Level, subset: SubsetLevel) -> bool:
+    """True if a level is a subset that the running body of another subset has selected."""
+    remapper = cast("ArgRemapper | None", tls.state.remap_args)
+    while remapper is not None and remapper.subset is not subset:
+        if remapper.subset is level:
+            return True
+        remapper = remapper.outside
+    return False
 
 
 def _serves_plain(level: BatchLevel) -> bool:

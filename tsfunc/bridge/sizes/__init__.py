@@ -11,6 +11,7 @@ Constraints
 Results of operators
     - ``fake_results``: the results of a call on fake tensors
     - ``fake_mode``: calls of fixed sizes, without FakeTensorMode
+    - ``kernel_errors``: the error of a call that a rule has refused
     - ``fake_versions``: the versions of fake tensors
     - ``shape_probe``: results found by calls at other sizes
     - ``strides``: the strides of results

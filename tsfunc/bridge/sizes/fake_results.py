@@ -61,6 +61,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
 
@@ -72,6 +73,7 @@ from tsfunc.bridge.sizes.fake_versions import (
     fakes_in,
     update_versions,
 )
+from tsfunc.bridge.sizes.kernel_errors import error_of_kernel
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, fit_shapes, symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     OTHER_SHAPES,
@@ -85,6 +87,7 @@ from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC, defer_guards, has_symbols, suppress_guards
 from tsfunc.dispatch.state import overriding
+from tsfunc.errors import TsfuncError
 from tsfunc.ops.registry import Args, Kwargs
 
 _Call = Callable[..., Any]
@@ -354,9 +357,22 @@ class FakeCache:
         return op.name not in UNCACHED and op.name not in _OF_OFFSETS
 
     def of(self, op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
-        """Return the results of an operator on fake values: NOTE [cached results]."""
+        """Return the results of an operator on fake values: NOTE [cached results].
+
+        Raises:
+            Exception: the operator's kernel raises it for such arguments: NOTE [errors of kernels].
+        """
         with DisableTorchFunction():
-            return self._of(op, args, kwargs)
+            try:
+                return self._of(op, args, kwargs)
+            except (TsfuncError, UnsupportedOperatorException, DataDependentOutputException,
+                    DynamicOutputShapeException):  # fmt: skip
+                raise
+            except Exception as error:
+                found = error_of_kernel(op, args, kwargs, error)
+                if found is error:
+                    raise
+        raise found
 
     def _of(self, op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
         moved = _from_start(op, args, kwargs)

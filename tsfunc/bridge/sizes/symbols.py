@@ -48,9 +48,9 @@ from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
 from tsfunc.user_code import Location
 
-# Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by
-# chance.
-_HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091)
+# Hints for a named dim of size 0 or 1: primes that are rarely the size of another dim, and small
+# enough for a loop of the function over the dim.
+_HINTS = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
 
 @dataclass(frozen=True)

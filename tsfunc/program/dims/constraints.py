@@ -69,9 +69,9 @@ def larger_minima(
     return larger, rest
 
 
-def names_in_own_constraints(constraints: Sequence[Constraint]) -> frozenset[str]:
-    """Return the named dims in constraints that torch, or this package, relies on."""
-    symbols = [constraint.expr.free_symbols for constraint in constraints if not constraint.by_user]
+def names_of(constraints: Sequence[Constraint]) -> frozenset[str]:
+    """Return the named dims in constraints."""
+    symbols = [constraint.expr.free_symbols for constraint in constraints]
     return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
@@ -145,7 +145,8 @@ def check_constraints(
 
     Raises:
         ConstraintViolation: the trace relies on more than the descriptors guarantee.
-        Retrace: the same, but it may apply to the sizes of the call alone.
+        Retrace: the same, but the function does not test the sizes: torch does, or this package,
+            and may not for other sizes.
     """
     unmet = [
         part
@@ -160,9 +161,8 @@ def check_constraints(
     if not rest:
         return larger
     refusal = _violation(name, rest, dims, sizes, described, undescribed_shapes)
-    own_names = names_in_own_constraints(rest)
-    if own_names and not assumptions.other_hints:
-        raise Retrace(assumptions.with_changes(other_hints=own_names, refusal=refusal))
+    if not assumptions.other_hints and not any(constraint.by_user for constraint in rest):
+        raise Retrace(assumptions.with_changes(other_hints=names_of(rest), refusal=refusal))
     raise refusal
 
 
