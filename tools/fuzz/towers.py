@@ -46,12 +46,13 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
         and not p.has_none
         and all(leaf.kind in ("float", "single") for leaf in p.leaves)
     ]
-    # A checkpoint repeats writes into arguments, and examples that share memory see each other's.
+    # A checkpoint repeats writes into arguments, examples that share memory see each other's, and
+    # the interpreter differentiates by copies.
     written = any(p.written for p in program.params)
     leaves = [leaf for p in program.params for leaf in p.leaves]
     without = {"checkpoint"} if written else set()
     if written and any(leaf.layout == SHARED for leaf in leaves):
-        without.add("vmap")
+        without |= {"vmap", *_DERIVATIVES}
     tower: list[Transform] = []
     order = jacobians = 0
     while len(tower) < depth:

@@ -362,7 +362,11 @@ def _refuse_trace(level: TracerLevel) -> None:
 
 
 class Select(LinearMap):
-    """Selects the subset's part of a tensor of the whole batch."""
+    """Selects the subset's part of a tensor of the whole batch.
+
+    A tensor of the subset itself is unchanged: the body may have made the tangent of a tensor that
+    is selected.
+    """
 
     def __init__(self, subset: SubsetLevel) -> None:
         self.subset = subset
@@ -381,10 +385,12 @@ class Select(LinearMap):
                 self.source = subset.root
                 return rebuilt(value, wrap(inner, None, subset))
             self.source = level
-            return subset.physical(value.value, value.bdim, level)
+            return value if level is subset else subset.physical(value.value, value.bdim, level)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         assert self.source is not None
+        if self.source is self.subset:
+            return (cotangent,)
         return (scatter_subset(cotangent, self.subset, self.source),)
 
 

@@ -9,6 +9,7 @@ tracers carry tangents, the map is one node of that level's graph.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any, Final
@@ -72,9 +73,11 @@ class _Node(Function):
             directions = tuple(
                 zero() if t is None else t for t, zero in zip(directions, ctx.zeros, strict=True)
             )
-        # A tangent that is the same for all examples may come without the levels of its value.
+        # A tangent that is the same for all examples may come without the levels of its value. The
+        # tangents have a map of their own, which keeps what its transpose needs to know of them.
         return linear(
-            ctx.f, [at_level(t, level) for t, level in zip(directions, ctx.levels, strict=True)]
+            copy.copy(ctx.f),
+            [at_level(t, level) for t, level in zip(directions, ctx.levels, strict=True)],
         )
 
 
