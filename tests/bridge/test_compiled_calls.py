@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,11 +38,13 @@ def entered_functions() -> Iterator[list[str]]:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             entered.append(frame.f_code.co_name)
 
+    gc.disable()  # a collection calls functions of this package
     sys.setprofile(note)
     try:
         yield entered
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def check(function: Callable[..., Any], *batches: Tensor) -> None:
@@ -98,6 +101,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "tensordot": lambda x, y, i: torch.tensordot(x, y, 2),
     "meshgrid": lambda x, y, i: torch.stack(torch.meshgrid(x[0], y[1], indexing="ij")),
     "inner": lambda x, y, i: torch.inner(x, y),
+    "broadcast_tensors": lambda x, y, i: torch.cat(torch.broadcast_tensors(x, y)),
+    "mse_loss": lambda x, y, i: F.mse_loss(x, y),
+    "l1_loss": lambda x, y, i: F.l1_loss(x, y),
     "kl_div": lambda x, y, i: F.kl_div(x, y, reduction="sum"),
     "pairwise_distance": lambda x, y, i: F.pairwise_distance(x, y),
 }
@@ -107,6 +113,20 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 def test_functions(name: str) -> None:
     x, y = torch.randn(4, 5, 5), torch.randn(4, 5, 5)
     check(CALLS[name], x, y, torch.randint(0, 5, (4, 3)))
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_operands_of_any_ranks_at_two_levels(name: str) -> None:
+    function = BINARY[name]
+    x, y = torch.rand(2, 3) + 1, torch.rand(2, 3, 4) + 1
+    nested = vmap(vmap(function))
+    derived = vmap(vmap(grad(lambda a, b: function(a, b).double().sum())))
+    for _ in range(REPEATS):
+        torch.testing.assert_close(nested(x, y), function(x[..., None], y))
+        if name != "ge":
+            leaf = x.clone().requires_grad_()
+            function(leaf[..., None], y).sum().backward()
+            torch.testing.assert_close(derived(x, y), leaf.grad)
 
 
 def test_backward_passes_of_products_of_vectors() -> None:
@@ -154,3 +174,13 @@ def test_indices_of_a_tensor_from_outside_have_derivatives() -> None:
         (got,) = torch.autograd.grad(rows.sum(), w)
         (expected,) = torch.autograd.grad((2 * w[i].sum(-1)).sum(), w)
         torch.testing.assert_close(got, expected)
+
+
+def test_results_that_are_arguments() -> None:
+    def same(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(REPEATS):
+            results = torch.broadcast_tensors(x, y)
+            assert results[0] is x and results[1] is y
+        return x
+
+    vmap(same)(torch.randn(3, 4), torch.randn(3, 4))

@@ -110,6 +110,7 @@ class DispatchHandler : public c10::OperatorKernel {
       recipe = recipe_of_operator(recipes, hash, seen, tracers);
       if (recipe == nullptr) return Owned();
     }
+    if (recipe->returns_arguments) return Owned();  // torch returns the tracers of arguments
     std::vector<at::Tensor> made;
     try {
       InKernel kernel(call, state);
@@ -270,7 +271,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (recipe == nullptr) return std::nullopt;
     std::vector<at::Tensor> values = replay(*recipe, std::move(seen.tensors), call, state);
     if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
-    return recipe->wrapped(values, call.level);
+    return recipe->wrapped(values, call);
   }
 
   // Call the operators of a recipe. The values are those of the arguments, and then all results.

@@ -62,10 +62,7 @@ Owned call_on_values(
   Stack stack;
   if (handler != nullptr) {
     stack = stack_of_values(handler, slot(plan, slots.torch_form), call, writes);
-    if (direct)
-      pad(plan, stack, call, slot(plan, slots.torch_form));
-    else if (!shift_arguments(plan, call, stack))
-      handler = nullptr;
+    if (!direct && !shift_arguments(plan, call, stack)) handler = nullptr;
   }
   PyObject* first = given[0];
   const at::Tensor* held =
@@ -91,6 +88,7 @@ Owned call_on_values(
     under.emplace(state, outer);
   try {
     if (handler != nullptr) {
+      if (direct) pad(plan, stack, call, slot(plan, slots.torch_form));
       handler->call_below(handler->handle(), stack, call, outer);
       under.reset();
       return from_stack(stack, slot(slot(plan, slots.torch_form), slots.result_class), result);
@@ -298,6 +296,12 @@ PyObject* function_handler(PyObject*, PyObject* const* args, size_t nargs, PyObj
   END_HANDLE_TH_ERRORS
 }
 
+// True for a function that does not give its handler all arguments (NOTE [functions in Python]).
+bool loses_argument(PyObject* func, PyObject* relevant) {
+  return func == names.loses_arguments && PyTuple_GET_SIZE(relevant) == 3 &&
+      PyTuple_GET_ITEM(relevant, 2) != Py_None;
+}
+
 // True for an argument of a call without a function handler other than that of the tracers.
 bool has_no_other_handler(PyObject* arg) {
   return arg == Py_None || is_tracer(arg) || THPVariable_CheckExact(arg) ||
@@ -308,7 +312,7 @@ bool has_no_other_handler(PyObject* arg) {
 PyObject* handle_torch_function(
     PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* kwnames) {
   HANDLE_TH_ERRORS
-  if (enabled && count >= 2 && PyTuple_CheckExact(args[1]) && args[0] != names.loses_arguments &&
+  if (enabled && count >= 2 && PyTuple_CheckExact(args[1]) && !loses_argument(args[0], args[1]) &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0) {
     bool ours = true;
     for (Py_ssize_t i = 0; ours && i < PyTuple_GET_SIZE(args[1]); ++i)

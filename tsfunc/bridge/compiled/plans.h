@@ -171,7 +171,7 @@ bool is_direct(PyObject* plan, const Call& call) {
   if (step != names.step_same_rank && step != names.step_broadcast) return false;
   if (!call.promotes_as_examples()) return false;
   return is_aligned(plan, call) ||
-      (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.strided && !call.outer_tracers &&
+      (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.strided &&
        slot(plan, slots.writes) != Py_True);
 }
 

@@ -137,11 +137,9 @@ class Recipe {
     if (static_cast<size_t>(PyList_GET_SIZE(out)) != op.schema().returns().size()) return false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(out); ++i)
       if (!add_result(PyList_GET_ITEM(out, i))) return false;
-    // Python returns the tracer of an argument that is a result: tracer_of in nesting.py.
-    if (!op.schema().is_mutable())
-      for (const std::vector<Result>& parts : results_)
-        for (const Result& part : parts)
-          if (part.value >= 0 && part.value < static_cast<int>(given.size())) return false;
+    for (const std::vector<Result>& parts : results_)
+      for (const Result& part : parts)
+        returns_arguments |= part.value >= 0 && part.value < static_cast<int>(given.size());
     for (size_t value = 0; value < last_.size(); ++value)
       if (last_[value] >= 0 && last_[value] < static_cast<int>(steps.size()))
         steps[last_[value]].last.push_back(value);
@@ -153,10 +151,12 @@ class Recipe {
   }
 
   // The results among the values of a replay, as the operator returns them.
-  Stack wrapped(const std::vector<at::Tensor>& values, PyObject* level) const {
+  Stack wrapped(const std::vector<at::Tensor>& values, const OperatorCall& call) const {
     auto wrap_part = [&](const Result& part) {
-      bool defined = part.value >= 0 && values[part.value].defined();
-      return defined ? wrap_tensor(values[part.value], part.bdim.get(), level) : at::Tensor();
+      if (part.value < 0 || !values[part.value].defined()) return at::Tensor();
+      return part.value < static_cast<int>(tensors_.size())
+          ? call.wrap_result(values[part.value], part.bdim.get())
+          : wrap_tensor(values[part.value], part.bdim.get(), call.level);
     };
     Stack made;
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -186,6 +186,7 @@ class Recipe {
 
   std::vector<RecipeStep> steps;
   bool usable = false;
+  bool returns_arguments = false;  // a result is an argument itself
 
  private:
   void learn(const at::Tensor& tensor) {
