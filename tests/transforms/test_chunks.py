@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.transforms.support import same
 from tsfunc import Dim, MetaTensorType, grad, jacrev, jvp, specialize, vmap
 from tsfunc.bridge.tracers import memory_meter
-from tsfunc.errors import ConstraintViolation, MemoryBudgetWarning
+from tsfunc.errors import ConstraintViolation, FailedCheckError, MemoryBudgetWarning
 from tsfunc.transforms import chunk_sizes
 
 MIB = 2**20
@@ -339,3 +339,25 @@ class TestNamedSizes:
         with pytest.raises(ConstraintViolation, match="== 6"):
             program(torch.rand(3, 2, 2))
         assert len(calls) == 1
+
+
+class TestSizesOfData:
+    """The chunks of a program have results whose sizes depend on data, but not on the example."""
+
+    @pytest.mark.parametrize("chunk", [1, 3, 4])
+    def test_a_program_joins_them(self, chunk: int) -> None:
+        mapped = vmap(lambda x: x[:, None] * W[W > 0], chunk_size=chunk)
+        same(specialize(mapped)(X), mapped(X))
+        total = grad(lambda x: (mapped(x) ** 2).sum())
+        same(specialize(total)(X), total(X))
+
+    def test_a_program_checks_that_they_are_equal(self) -> None:
+        mask = torch.tensor([True, False, True, True, False])
+
+        def masked(x: Tensor) -> Tensor:
+            chosen = mask[:4].clone()
+            mask.copy_(mask.roll(1))
+            return x[:, None] * W[chosen]
+
+        with pytest.raises(FailedCheckError, match="does not hold"):
+            specialize(vmap(masked, chunk_size=5))(X)

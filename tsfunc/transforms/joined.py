@@ -56,6 +56,8 @@ class Joined:
             kind = leaf.kind(value)
             if kind != leaf.first:
                 self._refuse(kind, leaf.first)
+            if leaf.data_sizes:
+                _check_data_sizes(leaf, value)
             leaf.add(start, value)
 
     def result(self) -> Any:
@@ -71,7 +73,13 @@ class Joined:
 
 
 class _LeafJoiner(Protocol):
-    """Joiner of one leaf of the results."""
+    """Joiner of one leaf of the results.
+
+    Attributes:
+        data_sizes: the sizes of the first chunk's value that depend on data, by dim.
+    """
+
+    data_sizes: dict[int, Any]
 
     @property
     def first(self) -> str:
@@ -102,6 +110,7 @@ class _SharedValue:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.data_sizes: dict[int, Any] = {}
         self.first = self.kind(value)
 
     def kind(self, value: Any) -> str:
@@ -120,6 +129,7 @@ class _PartsJoiner:
     def __init__(self, value: torch.Tensor, dim: int) -> None:
         self.dim = dim
         self.first = self.kind(value)
+        self.data_sizes = _data_sizes(value, dim)
         self.parts: list[torch.Tensor] = []
         self.bytes = 0
 
@@ -147,6 +157,7 @@ class _CopyingJoiner:
     def __init__(self, value: torch.Tensor, dim: int, size: int) -> None:
         self.dim = dim
         self.first = self.kind(value)
+        self.data_sizes = _data_sizes(value, dim)
         shape = list(value.shape)
         shape[dim] = size
         order = memory_order(value.shape, value.stride())
@@ -166,6 +177,25 @@ def _part_text(value: Any, dim: int) -> str:
     if not isinstance(value, torch.Tensor):
         return "no tensor"
     shape: list[Any] = list(value.shape)
+    for i in _data_sizes(value, dim):
+        shape[i] = "a size of data"
     if dim < len(shape):
         shape[dim] = "examples"
     return f"a tensor of shape ({', '.join(map(str, shape))}) and {value.dtype}"
+
+
+def _data_sizes(value: torch.Tensor, dim: int) -> dict[int, Any]:
+    """Return the sizes that a trace does not know, of the dims other than ``dim``."""
+    sizes: dict[int, Any] = dict(enumerate(value.shape))
+    symbolic = {i: n for i, n in sizes.items() if i != dim and isinstance(n, torch.SymInt)}
+    if not symbolic:
+        return {}
+    from tsfunc.bridge.sizes.shape_rules import is_of_data  # the trace has imported it
+
+    return {i: size for i, size in symbolic.items() if is_of_data(size)}
+
+
+def _check_data_sizes(leaf: _LeafJoiner, value: torch.Tensor) -> None:
+    """Let the program check that the sizes of a chunk's value are those of the first chunk's."""
+    for i, size in leaf.data_sizes.items():
+        torch._check(value.shape[i] == size)
