@@ -176,6 +176,25 @@ def test_indices_of_a_tensor_from_outside_have_derivatives() -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("name", ["is_cuda", "is_meta", "itemsize", "nbytes", "nelement", "ndim"])
+def test_metadata(name: str) -> None:
+    def read(x: Tensor) -> Any:
+        value = getattr(x, name)
+        return value() if callable(value) else value
+
+    entered: list[str] = []
+
+    def function(x: Tensor) -> Tensor:
+        with entered_functions() as names:
+            value = read(x)
+        entered.extend(names)
+        assert value == read(torch.empty(4))
+        return x
+
+    vmap(function)(torch.randn(3, 4))
+    assert entered == []
+
+
 def test_results_that_are_arguments() -> None:
     def same(x: Tensor, y: Tensor) -> Tensor:
         for _ in range(REPEATS):

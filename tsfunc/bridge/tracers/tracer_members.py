@@ -6,18 +6,23 @@ NOTE [methods of tracers] in ``compiled/methods.h`` has the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodDescriptorType
+from types import GetSetDescriptorType, MethodDescriptorType, MethodWrapperType
 from typing import Any, Final
 
 import torch
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.attributes import METADATA
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.function_registry import METHODS
+from tsfunc.bridge.tracers.tracer import Tracer, metadata
 
 _T: Any = torch.Tensor
 _TRANSPOSES: Final = ("T", "mT")
+# The tensor in whose place the running code sees the tracer may have other ones.
+_OF_AUTOGRAD: Final = frozenset({
+    "_base", "_version", "grad_fn", "is_inference", "is_leaf", "name", "output_nr", "retains_grad",
+    "volatile",
+})  # fmt: skip
 
 Member = tuple[str, Any, Any]
 
@@ -40,16 +45,27 @@ def _members() -> Iterator[Member]:
 
     The function is None for a member that reads the metadata of the tracer itself.
     """
-    for name in METADATA:
-        yield name, getattr(_T, name), None
+    metadata_names = [name for name in dir(_T) if _reads_metadata(getattr(_T, name))]
+    for name in metadata_names:
+        if name not in _OF_AUTOGRAD:
+            yield name, getattr(_T, name), None
     for name in _TRANSPOSES:
         yield name, getattr(_T, name), _T.transpose
     yield "unflatten", _T.unflatten, torch.unflatten
     for name in dir(_T):
         member = getattr(_T, name)
         is_own = getattr(Tracer, name) is not member
-        if isinstance(member, MethodDescriptorType) and not name.startswith("_") and not is_own:
+        is_method = isinstance(member, MethodDescriptorType) and not name.startswith("_")
+        if is_method and not is_own and name not in metadata_names:
             yield name, member, member
+
+
+def _reads_metadata(member: Any) -> bool:
+    """True if the function handler reads a member from the tracer itself."""
+    if isinstance(member, GetSetDescriptorType):
+        member = member.__get__
+    is_member = isinstance(member, MethodDescriptorType | MethodWrapperType)
+    return is_member and METHODS.get(member) is metadata
 
 
 def _python_operators() -> tuple[tuple[Any, Any, Any, Any], ...]:
