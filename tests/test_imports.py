@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -455,6 +456,38 @@ def test_repeated_calls_do_not_load_dynamo() -> None:
         "for _ in range(4): f(torch.randn(3, 2, 4))"
     )
     assert below(loaded, ("torch._dynamo", "torch._inductor")) == []
+
+
+FILES_OF_A_FIRST_SPECIALIZE = """
+import sys, torch, tsfunc
+files = set()
+def seen(frame, event, arg):
+    if event == "call":
+        files.add(frame.f_code.co_filename)
+x = torch.ones(3)
+tsfunc.specialize(lambda x: x + 1)(x)
+program = tsfunc.specialize(lambda x: x.sin())
+sys.setprofile(seen)
+program(x)
+sys.setprofile(None)
+print(*sorted(file for file in files if file.startswith(sys.argv[1])), sep="\\n")
+"""
+
+
+def test_a_first_specialize_passes_few_files() -> None:
+    """A reader follows a call through these files; the process is warm."""
+    # The suite verifies every program, which users do not.
+    own = {name: value for name, value in os.environ.items() if name != "TSFUNC_VERIFY"}
+    run = subprocess.run(
+        [sys.executable, "-c", FILES_OF_A_FIRST_SPECIALIZE, str(ROOT / "tsfunc")],
+        cwd=ROOT,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = run.stdout.split()
+    assert 20 < len(files) <= 50, "\n".join(files)
 
 
 def stubs() -> Iterator[tuple[str, ast.Module]]:
