@@ -19,5 +19,5 @@ Results of operators
 Shape rules
     - ``shape_rules``: rules that replace torch's, for views, splits and reshapes
     - ``result_rules``: rules that torch lacks, and those of windows and recurrent layers
-    - ``sized_indexing``: ints and slices in ``x[...]``
+    - ``sized_indexing``: ints and slices in ``x[...]``, and parts of fake tensors
 """

@@ -81,6 +81,7 @@ from tsfunc.bridge.sizes.shape_rules import (
     SHAPE_RULES,
     is_of_data,
 )
+from tsfunc.bridge.sizes.sized_indexing import PARTS, part_from_start
 from tsfunc.bridge.sizes.strides import check_view, kernel_strides
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
@@ -375,7 +376,7 @@ class FakeCache:
         raise found
 
     def _of(self, op: TorchOperator, args: Args, kwargs: Kwargs) -> Any:
-        moved = _from_start(op, args, kwargs)
+        moved = part_from_start(op, args, kwargs) if op.name in PARTS else None
         if moved is not None and self._is_plain(moved[0][0]):
             first, further = moved
             result = self._of(op, first, kwargs)
@@ -556,32 +557,6 @@ class FakeCache:
             return tensor
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
             return as_fake(self.fake, _of_symbolic_sizes(result, source), result.device)
-
-
-def _from_start(
-    op: TorchOperator, args: Args, kwargs: Kwargs
-) -> tuple[tuple[Any, ...], int] | None:
-    """Return an indexing call moved to begin at 0, and the storage offset that it was moved by.
-
-    None if the call begins at 0 already, or if it may begin outside of the tensor.
-    """
-    if op.name not in ("aten::select.int", "aten::slice.Tensor") or kwargs or len(args) < 3:
-        return None
-    x, dim, start = args[:3]
-    if type(x) is not FakeTensor or type(dim) is not int or type(start) is not int:
-        return None
-    if not -x.dim() <= dim < x.dim() or x.layout is not torch.strided:
-        return None
-    size, stride = x.shape[dim], x.stride()[dim]
-    if not type(size) is type(stride) is int or not 0 < start < size:
-        return None
-    if op.name == "aten::select.int":
-        return (x, dim, 0), start * stride
-    stop = args[3] if len(args) > 3 else None
-    stop = size if stop is None else stop
-    if type(stop) is not int or not start <= stop <= size:
-        return None
-    return (x, dim, 0, stop - start, *args[4:]), start * stride
 
 
 def _of_fixed_sizes(result: _Result, source: torch.Tensor | None) -> torch.Tensor:

@@ -8,13 +8,16 @@ dim. Both would add guards on the sizes of the call (NOTE [slices of named dims]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.user_queries import has_symbols
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
+from tsfunc.ops.registry import Args, Kwargs
 
 _ALL = slice(None)
 
@@ -87,3 +90,34 @@ def _slice(x: torch.Tensor, dim: int, item: slice) -> torch.Tensor:
     return torch.ops.aten.slice.Tensor(
         x, dim, item.start, item.stop, 1 if item.step is None else item.step
     )
+
+
+# --- indexing calls on fake tensors
+
+PARTS: Final = frozenset({"aten::select.int", "aten::slice.Tensor"})
+
+
+def part_from_start(
+    op: TorchOperator, args: Args, kwargs: Kwargs
+) -> tuple[tuple[Any, ...], int] | None:
+    """Return an indexing call moved to begin at 0, and the storage offset that it was moved by.
+
+    None if the call begins at 0 already, or if it may begin outside of the tensor.
+    """
+    if kwargs or len(args) < 3:
+        return None
+    x, dim, start = args[:3]
+    if type(x) is not FakeTensor or type(dim) is not int or type(start) is not int:
+        return None
+    if not -x.dim() <= dim < x.dim() or x.layout is not torch.strided:
+        return None
+    size, stride = x.shape[dim], x.stride()[dim]
+    if not type(size) is type(stride) is int or not 0 < start < size:
+        return None
+    if op.name == "aten::select.int":
+        return (x, dim, 0), start * stride
+    stop = args[3] if len(args) > 3 else None
+    stop = size if stop is None else stop
+    if type(stop) is not int or not start <= stop <= size:
+        return None
+    return (x, dim, 0, stop - start, *args[4:]), start * stride
