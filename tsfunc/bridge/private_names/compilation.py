@@ -12,7 +12,7 @@ from tsfunc.bridge.private_names.entries import Risk, entry, expect, identity
 @entry(
     "Fake tensors",
     """DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorMode
-    in_kernel_invocation_manager""",
+    UnsupportedOperatorException in_kernel_invocation_manager""",
     below="torch._subclasses.fake_tensor",
     use="A trace computes the metadata of results without memory.",
     stand_in="Shape rules of this package's own, which exist for the common operators.",
@@ -31,6 +31,8 @@ def _fake_tensors() -> None:
             pass
         else:
             raise RuntimeError("expected an error for a result that depends on data")
+    unsupported = fake_tensor.UnsupportedOperatorException
+    expect(issubclass(unsupported, RuntimeError), "an error for operators without a rule")
     with fake_tensor.in_kernel_invocation_manager(mode):
         expect(x.device.type == "meta", "the device of a fake tensor in a kernel")
     expect(isinstance(mode.epoch, int), "the epoch of counts that masks keep")
