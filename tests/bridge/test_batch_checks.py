@@ -21,6 +21,7 @@ from tests.bridge.checked_functions import (
     with_distribution,
     with_raise,
     with_torch_check,
+    with_torch_check_of_a_tensor,
 )
 from tsfunc import MetaTensorType, cond, grad, jvp, specialize, vmap
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS
@@ -33,6 +34,7 @@ CHECKED: dict[str, tuple[Function, type[Exception]]] = {
     "assert": (with_assert, AssertionError),
     "raise": (with_raise, ValueError),
     "torch._check": (with_torch_check, RuntimeError),
+    "torch._check of a tensor": (with_torch_check_of_a_tensor, RuntimeError),
     "torch._check_tensor_all": (with_check_of_all, RuntimeError),
     "torch._assert_async": (with_async, RuntimeError),
     "a distribution": (with_distribution, ValueError),
@@ -75,7 +77,7 @@ def batch() -> tuple[Tensor, list[int]]:
 @pytest.mark.parametrize("name", CHECKED)
 def test_the_call_raises_if_the_loop_does(name: str, tower: str) -> None:
     f, expected = CHECKED[name]
-    if (name, tower) == ("torch._check", "vmap(specialize)"):
+    if (name, tower) == ("torch._check of a tensor", "vmap(specialize)"):
         return  # the trace has an unbatched tensor, which torch refuses
     x, failing = batch()
     loop = torch.stack([f(each) for each in x])

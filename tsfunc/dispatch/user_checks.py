@@ -5,8 +5,9 @@ NOTE [checks of arguments]
 choose between two results: one outcome of the test raises. A program that is traced past such a
 check therefore holds for all arguments that pass it. The raising outcome is read off the bytecode
 after the test: it reaches a ``raise`` without a branch, a return, or a store that is visible
-outside the function. The answer is None if the test, or a call on the way to it, is inside a
-``try`` with an ``except`` clause, which may catch the exception.
+outside the function; ``torch._check(bool(x))`` raises for False. The answer is None if the test, or
+a call on the way to it, is inside a ``try`` with an ``except`` clause, which may catch the
+exception.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None
     at = index_of_offset.get(frame.f_lasti)
     if at is None:
         return None
+    if _is_checked(steps, at):
+        return False if catchable or not may_be_caught(frame) else None
     if steps[at].opname == "TO_BOOL":  # a step of its own since Python 3.13
         at += 1
     name = steps[at].opname
@@ -48,6 +51,22 @@ def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None
     if raises_at_jump == raises_next or (not catchable and may_be_caught(frame)):
         return None
     return jumps_if if raises_at_jump else not jumps_if
+
+
+def _is_checked(steps: tuple[dis.Instruction, ...], at: int) -> bool:
+    """True if a step calls ``bool`` for the first argument of ``torch._check``."""
+    if not steps[at].opname.startswith(("CALL", "PRECALL")):
+        return False
+    # In Python 3.11 a call has two steps, and either makes it.
+    at -= 1 + (steps[at].opname == "CALL" and steps[at - 1].opname == "PRECALL")
+    depth = 0
+    for i in range(at, 0, -1):  # back to the load of `bool`, which has one value on top of it
+        step = steps[i]
+        if depth == 1 and step.argval == "bool" and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            before = [x.argval for x in steps[:i] if x.opname != "PUSH_NULL"]
+            return before[-2:] == ["torch", "_check"]
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+    return False
 
 
 @functools.lru_cache(maxsize=512)
