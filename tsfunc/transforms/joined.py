@@ -197,5 +197,10 @@ def _data_sizes(value: torch.Tensor, dim: int) -> dict[int, Any]:
 
 def _check_data_sizes(leaf: _LeafJoiner, value: torch.Tensor) -> None:
     """Let the program check that the sizes of a chunk's value are those of the first chunk's."""
+    if not leaf.data_sizes:
+        return
+    from tsfunc.bridge.sizes.symbols import check_size  # the trace has imported it
+
     for i, size in leaf.data_sizes.items():
-        torch._check(value.shape[i] == size)
+        text = f"vmap: expected results of one size in all chunks, and dim {i} differs"
+        check_size(value.shape[i] == size, text)
