@@ -51,3 +51,25 @@ def test_arguments_and_captured_tensors_are_freed_at_once(name: str) -> None:
 
     called_once()  # torch's first calls in forward mode keep the frames of their callers
     assert [ref() for ref in called_once()] == [None, None]
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.usefixtures("without_collections")
+def test_calls_leave_nothing_to_collect(name: str) -> None:
+    function = TRANSFORMS[name](energy)
+    x = torch.randn(3, 3)
+    for _ in range(5):
+        function(x)
+    gc.collect()
+    function(x)
+    assert gc.collect() == 0
+
+
+@pytest.mark.usefixtures("without_collections")
+def test_nested_jacobians_leave_nothing_to_collect() -> None:
+    function, x = vmap(jacrev(energy)), torch.randn(3, 2, 3)
+    for _ in range(5):
+        function(x)
+    gc.collect()
+    function(x)
+    assert gc.collect() == 0

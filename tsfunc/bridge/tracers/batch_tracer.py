@@ -242,12 +242,11 @@ def unwrap_ended(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
 
     def value(arg: Any) -> Any:
         nonlocal changed
-        if not isinstance(arg, BatchTracer) or arg.dispatch_level.alive:
-            return arg
-        if arg.bdim is not None:
-            raise LookupError
-        changed = True
-        return value(arg.value)
+        while isinstance(arg, BatchTracer) and not arg.dispatch_level.alive:
+            if arg.bdim is not None:
+                raise LookupError
+            changed, arg = True, arg.value
+        return arg
 
     try:
         values = [map_items(value, arg) for arg in args]
