@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
+from tsfunc.bridge import compiled
+
 TORCH_SEED = 0
 HYPOTHESIS_SEED = "hypothesis_seed"
 
@@ -50,10 +52,26 @@ def _device() -> torch.device:
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
+def _lacks_handlers() -> bool:
+    """True if the compiled handlers are not built, though there is a compiler."""
+    if compiled.library_path().exists():
+        return False
+    try:
+        compiled.command(compiled.library_path())
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed that the header prints; pytest-xdist passes it on to its workers."""
     if getattr(config.option, HYPOTHESIS_SEED, None) is None:
         setattr(config.option, HYPOTHESIS_SEED, str(random.SystemRandom().randrange(2**32)))
+    if os.environ.get(compiled.SWITCH) == "1" and _lacks_handlers():
+        raise pytest.UsageError(
+            f"{compiled.SWITCH}=1: expected compiled handlers, got no {compiled.library_path()}. "
+            f"Run python -m tsfunc build."
+        )
     try:
         torch.empty(0, device=_device())
     except (AssertionError, NotImplementedError, RuntimeError) as e:

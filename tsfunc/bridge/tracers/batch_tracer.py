@@ -504,20 +504,24 @@ def rewrap(
             return op.written_argument(args, kwargs)
         return wrap_result(out, out_dims, level, args)
     if isinstance(out, list | tuple):
-        every = not isinstance(out_dims, list | tuple)
-        wrapped = [
-            _rewrap_one(item, out_dims if every else out_dims[i], level, args)
-            for i, item in enumerate(out)
-        ]
+        wrapped = _rewrap_items(out, out_dims, level, args)
         return wrapped if isinstance(out, list) else tuple(wrapped)
     return out
+
+
+def _rewrap_items(items: Sequence[Any], dims: Any, level: BatchLevel, args: Args) -> list[Any]:
+    """Return results as tracers, also in nested lists; ``dims`` has the dim of each, or one."""
+    every = not isinstance(dims, list | tuple)
+    return [
+        _rewrap_one(item, dims if every else dims[i], level, args) for i, item in enumerate(items)
+    ]
 
 
 def _rewrap_one(item: Any, bdim: Any, level: BatchLevel, args: Args) -> Any:
     if isinstance(item, torch.Tensor):
         return wrap_result(item, bdim, level, args)
     if isinstance(item, list | tuple):
-        return [_rewrap_one(part, bdim, level, args) for part in item]
+        return _rewrap_items(item, bdim, level, args)
     return item
 
 
