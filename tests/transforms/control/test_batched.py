@@ -172,7 +172,7 @@ def test_only_those_that_need_a_step_make_it() -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen])
 def test_tracers_run_bodies_that_no_program_can(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(physical_batches.PhysicalBatch, "vmapped", lambda self, *_: None)
+    monkeypatch.setattr(physical_batches.PhysicalBatch, "vmap_body", lambda self, *_: None)
     x, n = inputs([3, 0, 5, 1, 3])
     torch.testing.assert_close(specialize(vmap(f))(x, n), each_alone(f, x, n))
     torch.testing.assert_close(vmap(specialize(f))(x, n), each_alone(f, x, n))

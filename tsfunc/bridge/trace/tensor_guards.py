@@ -18,7 +18,7 @@ import dis
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, TypeVar
@@ -31,6 +31,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.nesting import innermost_value
 from tsfunc.bridge.tracers.operators import PLAIN_TENSORS
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
@@ -90,6 +91,17 @@ def is_tensor_of(value: Any, cls: type) -> bool:
     return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if tensors have torch's own classes and are strided."""
+    return all(type(x) in PLAIN_TENSORS and x.layout is torch.strided for x in tensors)
+
+
+def has_plain_inputs(level: Any) -> bool:
+    """True if the tensors from outside of a trace are plain, as all values of the trace are."""
+    samples = [argument.sample for _, argument in level.tensor_guards.arguments]
+    return are_plain(map(innermost_value, [*samples, *level.tensors_outside().values()]))
+
+
 def quick_check(samples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool] | None:
     """Return a function that is True only for tensors with the same properties as the samples.
 
@@ -103,9 +115,7 @@ def quick_check(samples: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bo
         The function, which takes a list or tuple of as many tensors as there are samples; None
         without samples, or if a sample is not a plain strided tensor.
     """
-    if not samples or any(
-        type(x) not in PLAIN_TENSORS or x.layout != torch.strided for x in samples
-    ):
+    if not samples or not are_plain(samples):
         return None
     with torch_state.outside_all_transforms():
         if _handlers is not None:

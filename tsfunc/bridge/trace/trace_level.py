@@ -43,6 +43,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     contiguous,
     dict_of,
     forwards_query,
+    has_plain_inputs,
     hash_of,
     offset,
     set_class,
@@ -420,7 +421,8 @@ def record_call(
     op: TorchOperator, args: Args, kwargs: Kwargs, results: Any, level: TraceLevel
 ) -> Any:
     """Record a call of an operator at a level, given its results on fake values."""
-    if not op.writes and (itself := tracer_of(results, args, level)) is not None:
+    itself = None if op.writes else tracer_of(results, args, level)
+    if itself is not None and has_plain_inputs(level.root):
         return itself
     tracks = torch.is_grad_enabled()
     any_tracks = False
@@ -521,7 +523,8 @@ def _wrap_results(
     recorded = []
     for i, item in enumerate(results):
         nested = isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item)
-        if (itself := tracer_of(item, args, level)) is not None:
+        itself = tracer_of(item, args, level)
+        if itself is not None and has_plain_inputs(level.root):
             item = itself
         elif nested or isinstance(item, torch.Tensor):
             item = _wrap_results(item, _item(node, i, level), level, tracks)
