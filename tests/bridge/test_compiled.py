@@ -20,10 +20,9 @@ import typer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc import cli, explain, grad, hessian, jvp, vjp, vmap
+from tsfunc import cli, explain, grad, hessian, jvp, vmap
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch.state import tls
 
 built = pytest.mark.skipif(
@@ -335,29 +334,6 @@ def test_classes_with_a_handler_of_functions_at_repeated_calls(
         assert type(got) is (Named if call % 2 else torch.Tensor)
         torch.testing.assert_close(got.as_subclass(torch.Tensor), want if nested else want[0])
         assert bool(Named.seen) == bool(call % 2)
-
-
-@built
-@pytest.mark.parametrize("transform", [grad, hessian, lambda f: vmap(grad(f))])
-def test_known_calls_through_captured_pullbacks_run_no_python_handler(
-    transform: Callable[[Function], Function], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    point = torch.randn(3, 3, dtype=torch.float64)
-    pull = vjp(lambda y: (y.sin() * y.flip(0)).cumsum(0), point)[1]
-    function = transform(lambda x: (pull(x)[0] * x).sin().sum())
-    args = torch.randn(2, 3, 3, dtype=torch.float64) if transform not in (grad, hessian) else point
-    for _ in range(3):
-        expected = function(args)
-    handled = []
-    call = TorchOperator.call
-
-    def noted(op: TorchOperator, *args: Any) -> Any:
-        handled.append(op.name)
-        return call(op, *args)
-
-    monkeypatch.setattr(TorchOperator, "call", noted)
-    torch.testing.assert_close(function(args), expected)
-    assert not handled
 
 
 def test_off_switch() -> None:

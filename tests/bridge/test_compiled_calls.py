@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tsfunc
-from tsfunc import grad, vmap
+from tsfunc import grad, hessian, vjp, vmap
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.operators import TorchOperator
 
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(
 
 PACKAGE = str(Path(tsfunc.__file__).parent)
 REPEATS = 5
+
+Function = Callable[..., Tensor]
 
 
 @contextmanager
@@ -45,6 +47,21 @@ def entered_functions() -> Iterator[list[str]]:
     finally:
         sys.setprofile(None)
         gc.enable()
+
+
+@contextmanager
+def operators_in_python() -> Iterator[list[str]]:
+    """Context manager: list the operators that the Python handler calls."""
+    called: list[str] = []
+    call = TorchOperator.call
+
+    def note(op: TorchOperator, *args: Any) -> Any:
+        called.append(op.name)
+        return call(op, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchOperator, "call", note)
+        yield called
 
 
 def check(function: Callable[..., Any], *batches: Tensor) -> None:
@@ -135,17 +152,24 @@ def test_backward_passes_of_products_of_vectors() -> None:
     function = vmap(grad(lambda row: (row @ w).sin().sum()))
     for _ in range(REPEATS):
         expected = function(x)
-    called: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        call = TorchOperator.call
-
-        def noted(op: TorchOperator, *args: Any) -> Any:
-            called.append(op.name)
-            return call(op, *args)
-
-        patch.setattr(TorchOperator, "call", noted)
+    with operators_in_python() as called:
         torch.testing.assert_close(function(x), expected)
     torch.testing.assert_close(expected, (x @ w).cos() @ w.mT)
+    assert called == []
+
+
+@pytest.mark.parametrize("transform", [grad, hessian, lambda f: vmap(grad(f))])
+def test_known_calls_through_captured_pullbacks_run_no_python_handler(
+    transform: Callable[[Function], Function],
+) -> None:
+    point = torch.randn(3, 3, dtype=torch.float64)
+    pull = vjp(lambda y: (y.sin() * y.flip(0)).cumsum(0), point)[1]
+    function = transform(lambda x: (pull(x)[0] * x).sin().sum())
+    args = torch.randn(2, 3, 3, dtype=torch.float64) if transform not in (grad, hessian) else point
+    for _ in range(3):
+        expected = function(args)
+    with operators_in_python() as called:
+        torch.testing.assert_close(function(args), expected)
     assert called == []
 
 

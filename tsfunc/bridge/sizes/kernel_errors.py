@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tsfunc import pytrees
-from tsfunc.bridge.sizes.strides import hint_of
+from tsfunc.bridge.sizes.strides import hint_of, layout_of
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC
@@ -55,8 +55,7 @@ def _real(value: Any) -> Any:
         return value
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
         raise TypeError(value)
-    shape, strides = [*map(hint_of, value.shape)], [*map(hint_of, value.stride())]
-    offset = hint_of(value.storage_offset())
+    (shape, strides), offset = layout_of(value), hint_of(value.storage_offset())
     last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     size = offset + (last + 1 if 0 not in shape else 0)
     if size > _MOST_ELEMENTS:

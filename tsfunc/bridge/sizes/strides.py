@@ -58,7 +58,8 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-def _layout(x: torch.Tensor) -> _Layout:
+def layout_of(x: torch.Tensor) -> _Layout:
+    """Return the sizes and strides of a tensor; for symbolic ones, their hints."""
     return _Layout(tuple(map(hint_of, x.shape)), tuple(map(hint_of, x.stride())))
 
 
@@ -66,7 +67,7 @@ def order_without_gaps(x: torch.Tensor) -> list[int] | None:
     """Return the dims from the outermost in memory inwards; None if there are gaps or overlaps."""
     if x.layout is not torch.strided:
         return None
-    layout = _layout(x)
+    layout = layout_of(x)
     order = memory_order(layout.shape, layout.strides)
     return order if _has_order(layout, order) else None
 
@@ -137,8 +138,8 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
         return None
     if op.name in _SECOND_FIRST:
         tensors.reverse()
-    operands = [_layout(x) for x in tensors]
-    shape, strides = _layout(result)
+    operands = [layout_of(x) for x in tensors]
+    shape, strides = layout_of(result)
     if 0 in shape:
         return None
     order: Sequence[int] | None
@@ -171,7 +172,7 @@ def _formatted_strides(like: torch.Tensor, result: Any) -> list[Any] | None:
     """
     if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return None
-    (shape, strides), (sizes, steps) = _layout(result), _layout(like)
+    (shape, strides), (sizes, steps) = layout_of(result), layout_of(like)
     if 0 in shape:
         return None
     order, rank = list(range(len(shape))), len(sizes)
@@ -210,11 +211,11 @@ def _index_strides(args: Sequence[Any], result: Any) -> list[Any] | None:
     adjacent = at == list(range(at[0], at[-1] + 1))
     before = [dim for dim in rest if adjacent and dim < at[0]]
     first, last = len(before), result.dim() - (len(rest) - len(before))
-    shape, found = _layout(result)
+    shape, found = layout_of(result)
     if last == first or 0 in shape:
         return None  # indices without dims
     indexed = shape[first:last]
-    steps = [_broadcast_strides(_layout(index), indexed) for index in present]
+    steps = [_broadcast_strides(layout_of(index), indexed) for index in present]
     if result.device.type != "cpu" and any(step != steps[0] for step in steps):
         steps = [dense_strides(indexed)] * len(present)
     source = [hint_of(x.stride(dim)) for dim in rest]

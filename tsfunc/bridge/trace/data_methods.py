@@ -88,5 +88,5 @@ function_rules.add(
     Stage.METHOD,
     _one_hot,
     torch.nn.functional.one_hot,
-    left_to_torch=lambda kinds: True,  # the innermost level of a call with a plan is no trace
+    left_to_torch=lambda kinds: True,  # a call with a plan is not one of a trace
 )
