@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import make_graph, specialize, vmap
+from tsfunc import cond, make_graph, specialize, vmap
 from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.errors import ClosureError
 from tsfunc.program import Program
 from tsfunc.program.passes.effects import Aliases, sources
 
@@ -249,6 +250,27 @@ class TestFrozen:
         net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
         f = specialize(net, closure="freeze")
         torch.testing.assert_close(f(X), net(X).detach())
+
+    def test_a_branch_that_reads_a_constant_may_write_into_its_own_tensor(self) -> None:
+        def branch(x: Tensor) -> Tensor:
+            y = x.clone()
+            y.add_(1)
+            return y * W[0]
+
+        f = specialize(lambda x: cond(x.sum() > 0, branch, torch.cos, x), closure="freeze")
+        x = torch.ones(4)
+        torch.testing.assert_close(f(x), branch(x))
+
+    def test_a_branch_that_writes_into_a_constant_is_refused(self) -> None:
+        big = torch.ones(3)
+
+        def branch(x: Tensor) -> Tensor:
+            big.view(3)[:2].add_(1)
+            return x * 2
+
+        f = specialize(lambda x: cond(x.sum() > 0, branch, torch.cos, x), closure="freeze")
+        with pytest.raises(ClosureError, match="writes into a tensor that is not an argument"):
+            f(torch.ones(3))
 
 
 @pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tsfunc import grad, jvp, specialize, vmap
-from tsfunc.program.passes.effects import NEW_MEMORY
+from tsfunc.bridge.control.node_writes import NEW_MEMORY
 
 aten = torch.ops.aten
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tsfunc.bridge.control.node_writes import written_arguments
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.trace.trace_level import current_trace
 from tsfunc.errors import FailedCheckError
-from tsfunc.program.passes.effects import Aliases, possibly_written, writes
+from tsfunc.program.passes.effects import Aliases
 from tsfunc.program.program import Program
 
 _FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
@@ -58,7 +59,7 @@ def _is_user_check(program: Program, message: str) -> bool:
     """
     aliases = Aliases(program.graph)
     for node in program.graph.nodes:
-        if writes(node) and any(map(aliases.is_from_outside, possibly_written(node))):
+        if any(map(aliases.is_from_outside, written_arguments(node))):
             return False
         op = node.meta.get("op")
         if "engine_check" in node.meta:

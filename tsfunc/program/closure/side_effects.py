@@ -28,6 +28,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.control.node_writes import written_arguments
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import remedies
@@ -50,7 +51,6 @@ from tsfunc.program.closure.results import (
     same_except_tensors,
 )
 from tsfunc.program.guard import Source
-from tsfunc.program.passes.effects import possibly_written, writes
 from tsfunc.types.reading import signature_of
 from tsfunc.user_code import condition_text, error_location, is_installed, is_library, source_line
 
@@ -489,7 +489,7 @@ def check_frozen(name: str, level: TraceLevel, closure_positions: Mapping[int, i
         if id(tensor) not in closure_positions
     }
     for node in level.graph.nodes:
-        for target in possibly_written(node) if writes(node) else ():
+        for target in written_arguments(node):
             value = target.meta.get("val")
             if isinstance(value, torch.Tensor) and storage_address(value) in memory:
                 called = node.meta.get("op", node.target)

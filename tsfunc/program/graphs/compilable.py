@@ -25,10 +25,10 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from tsfunc.bridge.control.node_writes import declares_sharing, possibly_shared
 from tsfunc.bridge.sizes.strides import order_without_gaps
 from tsfunc.bridge.trace.graph_compilers import READS
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.program.passes.effects import declares_sharing, possibly_shared
 
 _aten = torch.ops.aten
 

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.control.node_writes import written_arguments
 from tsfunc.bridge.trace.torch_tracing import exported_by_torch
 from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
@@ -34,7 +35,7 @@ from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over,
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import WatchedPlaceholder
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.passes.effects import possibly_written, sources, writes
+from tsfunc.program.passes.effects import sources
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -290,8 +291,7 @@ def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
     changed = {
         source
         for node in program.graph.nodes
-        if writes(node)
-        for target in possibly_written(node)
+        for target in written_arguments(node)
         for source in sources(target)
     }
     paths = []

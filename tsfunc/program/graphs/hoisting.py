@@ -38,6 +38,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.control.node_writes import declares_sharing, possibly_shared, written_arguments
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.trace.graph_compilers import can_run_compiled
 from tsfunc.bridge.tracers import torch_state
@@ -46,16 +47,7 @@ from tsfunc.bridge.writing.storages import write_counts
 from tsfunc.dispatch.state import tls
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.passes.effects import (
-    Aliases,
-    communicates,
-    declares_sharing,
-    is_pure,
-    is_view,
-    possibly_shared,
-    possibly_written,
-    writes,
-)
+from tsfunc.program.passes.effects import Aliases, communicates, is_pure, is_view
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 Compile = Callable[[ProgramData, Sequence[Any]], Run]
@@ -200,8 +192,8 @@ def _hoistable_nodes(
     """Return the nodes of the first part."""
     hoisted: set[torch.fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and writes(node):
-            if any(map(aliases.is_from_outside, possibly_written(node))):
+        if written := written_arguments(node):
+            if any(map(aliases.is_from_outside, written)):
                 break
         elif _may_be_hoisted(node, aliases) and all(
             argument in sources or argument in hoisted for argument in node.all_input_nodes

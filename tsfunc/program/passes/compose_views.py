@@ -28,11 +28,12 @@ from typing import Any, Final
 import torch
 import torch.fx
 
+from tsfunc.bridge.control.node_writes import possibly_shared
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.writing.storages import memory_of
 from tsfunc.ops.dims import wrap_dim
-from tsfunc.program.passes.effects import Aliases, possibly_shared
+from tsfunc.program.passes.effects import Aliases
 
 _PERMUTATIONS: Final = frozenset({"aten::t", "aten::transpose.int", "aten::permute"})
 _VIEWS_IN_ORDER: Final = frozenset({

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.control.node_writes import written_by_operator
+from tsfunc.bridge.control.node_writes import (
+    Sharing,
+    possibly_shared,
+    reach_back,
+    written_arguments,
+)
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     may_draw,
-    objects_in,
-    updates_statistics,
 )
 
 # --- the nodes of a graph
@@ -48,12 +49,7 @@ def node_of_each_target(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
 
 def writes(node: torch.fx.Node) -> bool:
     """True if the node writes into one of its arguments."""
-    if isinstance(node.target, ControlFlow):
-        return any(writes(inner) for inner in _inner(node.target))
-    op = node.meta.get("op")
-    if op is not None and op.name in STATISTICS:
-        return updates_statistics(op.name, node.args)
-    return bool(op is not None and op.writes)
+    return bool(written_arguments(node))
 
 
 def is_random(node: torch.fx.Node) -> bool:
@@ -67,14 +63,9 @@ def is_random(node: torch.fx.Node) -> bool:
 def checks(node: torch.fx.Node) -> bool:
     """True if the node makes an assertion when the program runs."""
     if isinstance(node.target, ControlFlow):
-        return any(checks(inner) for inner in _inner(node.target))
+        return any(checks(inner) for body in node.target.bodies for inner in body.graph.nodes)
     op = node.meta.get("op")
     return node.target is check_size or bool(op is not None and op.asserts)
-
-
-def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
-    for body in op.bodies:
-        yield from body.graph.nodes
 
 
 def is_pure(node: torch.fx.Node) -> bool:
@@ -105,9 +96,6 @@ def is_view(node: torch.fx.Node) -> bool:
 # --- aliases among the values of a graph, the values that are written to, and those that escape
 
 
-Sharing = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
-
-
 class Aliases:
     """The memory of a graph's values, as sets of values that may share it.
 
@@ -129,10 +117,7 @@ class Aliases:
             for source in self._sharing(node):
                 self._join(node, source)
         self._written = {
-            self.memory(target)
-            for node in graph.nodes
-            if writes(node)
-            for target in possibly_written(node)
+            self.memory(target) for node in graph.nodes for target in written_arguments(node)
         }
         for node in reversed(graph.nodes):
             if node.op == "output":
@@ -179,7 +164,7 @@ class Aliases:
 
     def leaves(self, node: torch.fx.Node) -> None:
         """Record that the caller gets a value, and the values that may share its memory."""
-        self._escaping.update(_reach_back(node, self._escaping, self._sharing))
+        self._escaping.update(reach_back(node, self._escaping, self._sharing))
 
     def _join(self, one: Any, other: Any) -> None:
         left, right = self.memory(one), self.memory(other)
@@ -188,79 +173,8 @@ class Aliases:
 
 
 _OUTSIDE = "outside"
-# Views that autograd takes for tensors of their own: their schemas declare no aliases.
-_UNDECLARED = frozenset(
-    f"aten::{name}"
-    for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes")
-)
-
-
-# Composite operators whose results always have memory of their own.
-NEW_MEMORY = frozenset(
-    f"aten::{name}"
-    for name in """matmul linear bilinear outer inner kron square absolute negative divide.Tensor
-    divide.Scalar multiply.Tensor multiply.Scalar subtract.Tensor subtract.Scalar
-    true_divide.Tensor true_divide.Scalar softmax.int log_softmax.int layer_norm group_norm
-    rms_norm conv1d conv2d conv3d where.Scalar where.ScalarSelf where.ScalarOther std std.dim var
-    var.dim concat hstack vstack cosine_similarity cross_entropy_loss""".split()
-)
-
-
-def possibly_shared(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the arguments of a call whose memory its results may share."""
-    if node.op != "call_function" or "expr" in node.meta:
-        return
-    op = node.meta.get("op")
-    if not isinstance(op, TorchOperator):
-        if isinstance(node.target, ControlFlow) or node.target is operator.getitem:
-            yield from node.all_input_nodes
-        return
-    if op.name in _UNDECLARED:
-        yield from objects_in(torch.fx.Node, node.args[0])
-        return
-    if not declares_sharing(op):
-        if op.composite and op.name not in NEW_MEMORY:
-            # A composite operator may return its argument without declaring it (dropout).
-            yield from node.all_input_nodes
-        return
-    for argument, value in op.signature.bind(node.args, node.kwargs):
-        if argument.aliased:
-            yield from objects_in(torch.fx.Node, value)
-
-
-@functools.cache
-def declares_sharing(op: TorchOperator) -> bool:
-    """True if an operator declares that a result may share the memory of an argument."""
-    return any(argument.aliased for argument in op.signature.arguments)
 
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Return the values from outside of the graph that may share memory with a value."""
-    return {source for source in _reach_back(node, ()) if source.op in ("placeholder", "get_attr")}
-
-
-def _reach_back(
-    node: torch.fx.Node, visited: Container[torch.fx.Node], sharing: Sharing = possibly_shared
-) -> set[torch.fx.Node]:
-    """Return a value and the values before it that may share its memory.
-
-    Args:
-        visited: values whose sources are not visited again.
-        sharing: yields the arguments of a call whose memory its results may share.
-    """
-    reached, waiting = {node}, [node]
-    while waiting:
-        for source in sharing(waiting.pop()):
-            if source not in reached and source not in visited:
-                reached.add(source)
-                waiting.append(source)
-    return reached
-
-
-def possibly_written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the arguments that a call writes into; for control flow, all arguments."""
-    op = node.meta.get("op")
-    if not isinstance(op, TorchOperator):
-        yield from node.all_input_nodes
-    else:
-        yield from written_by_operator(node, op)
+    return {source for source in reach_back(node) if source.op in ("placeholder", "get_attr")}

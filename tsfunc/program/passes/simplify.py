@@ -28,6 +28,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
+from tsfunc.bridge.control.node_writes import written_arguments
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import UNDEFINED, TorchOperator, operator_of
 from tsfunc.bridge.tracers.user_queries import same_size
@@ -41,7 +42,6 @@ from tsfunc.program.passes.effects import (
     is_random,
     is_view,
     node_of_each_target,
-    possibly_written,
     writes,
 )
 from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
@@ -261,7 +261,7 @@ def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
     seen: dict[Any, torch.fx.Node] = {}
     for node in graph.nodes:
         if not is_pure(node):
-            for target in possibly_written(node) if writes(node) else ():
+            for target in written_arguments(node):
                 memory = aliases.memory(target)
                 changes[memory] = changes.get(memory, 0) + 1
             continue
