@@ -6,7 +6,6 @@ compared with its operator's schema, and with autograd's gradients of the formul
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -36,14 +35,6 @@ def call(name: str, form: Callable[..., Any], given: dict[str, Any]) -> Any:
         else:
             args.append(value)
     return form(*args, **kwargs)
-
-
-@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
-def test_arguments_are_those_of_the_operator(name: str) -> None:
-    form = (FORWARD | BACKWARD)[name]
-    parameters = inspect.signature(form).parameters.values()
-    ours = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
-    assert ours == [argument.kwarg_only for argument in schema_of(name).arguments]
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])

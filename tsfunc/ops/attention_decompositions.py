@@ -7,12 +7,15 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.dims import in_accumulation_dtype
 
 
@@ -90,197 +93,63 @@ def _summed_to(x: Tensor, heads: int) -> Tensor:
     return grouped.sum(-3)
 
 
-def _no_sums(query: Tensor) -> Tensor:
-    """Return a placeholder of the log-sum-exp, which only a fused backward operator reads."""
-    return query.new_zeros(query.shape[:-1], dtype=in_accumulation_dtype(query).dtype)
+def _signature(name: str) -> OperatorSignature:
+    signature = reader().signature(name)
+    assert signature is not None
+    return signature
 
 
-def _state(query: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return placeholders of the random state and of the debugging results."""
-    return tuple(query.new_zeros((), dtype=torch.int64) for _ in range(count))
+def _attention(given: Mapping[str, Any]) -> _Attention:
+    """Return the attention of a call, from its arguments by name."""
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    if bias is not None and tuple(bias.shape) == (0,):  # the backward operator of cuDNN has no None
+        bias = None
+    inputs = given["query"], given["key"], given["value"]
+    return _Attention(*inputs, bias, given.get("is_causal", False), given.get("scale"))
 
 
-def for_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``."""
-    if dropout:
+def _forward(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the results of an operator. Only the fused backward reads those after the first."""
+    signature = _signature(name)
+    given = {argument.name: value for argument, value in signature.bind(args, kwargs)}
+    if given.get("dropout_p"):
         return NotImplemented
-    out = _Attention(query, key, value, attn_mask, causal, scale).result()
-    return out, _no_sums(query)
-
-
-def for_cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    dropout: float,
-    causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
-    if dropout:
-        return NotImplemented
-    return _Attention(query, key, value, attn_mask, causal, scale).pullback(grad)[:3]
-
-
-def efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_sums: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_efficient_attention``."""
-    if dropout:
-        return NotImplemented
-    out = _Attention(query, key, value, bias, causal, scale).result()
-    return out, _no_sums(query), *_state(query, 2)
-
-
-def efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout: float,
-    mask: Sequence[bool],
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_efficient_attention_backward``."""
-    if dropout:
-        return NotImplemented
-    *gradients, scores = _Attention(query, key, value, bias, causal, scale).pullback(grad)
-    by_bias = None
-    if bias is not None and mask[3]:
-        by_bias = scores.sum_to_size(bias.shape).to(bias.dtype)
-    return *(
-        x if needs_grad else None for x, needs_grad in zip(gradients, mask, strict=False)
-    ), by_bias
-
-
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float = 0.0,
-    causal: bool = False,
-    debug: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention``."""
-    return cudnn(query, key, value, None, True, dropout, causal, debug, scale=scale)
-
-
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    query_sums: Tensor,
-    key_sums: Tensor,
-    longest_query: int,
-    longest_key: int,
-    dropout: float,
-    causal: bool,
-    seed: Tensor,
-    offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_backward``."""
-    return for_cpu_backward(grad, query, key, value, out, sums, dropout, causal, scale=scale)
-
-
-def cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_sums: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    debug: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_cudnn_attention``."""
-    if dropout:
-        return NotImplemented
-    out = _Attention(query, key, value, bias, causal, scale).result()
-    lengths = query.shape[-2], key.shape[-2]
-    return out, _no_sums(query), *_state(query, 2), *lengths, *_state(query, 3)
-
-
-def cudnn_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    bias: Tensor | None,
-    query_sums: Tensor,
-    key_sums: Tensor,
-    longest_query: int,
-    longest_key: int,
-    dropout: float,
-    causal: bool,
-    *,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    bias = None if bias is None or not bias.numel() else bias
-    return for_cpu_backward(
-        grad, query, key, value, out, sums, dropout, causal, attn_mask=bias, scale=scale
+    query, key = given["query"], given["key"]
+    results = [_attention(given).result()]
+    results.append(query.new_zeros(query.shape[:-1], dtype=in_accumulation_dtype(query).dtype))
+    lengths = iter((query.shape[-2], key.shape[-2]))
+    return *results, *(
+        next(lengths) if kind == "int" else query.new_zeros((), dtype=torch.int64)
+        for kind in signature.returns[2:]
     )
 
 
+def _backward(name: str, grad: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the results of a backward operator."""
+    bound = _signature(name).bind((grad, *args), kwargs)
+    given = {argument.name: value for argument, value in bound}
+    if given["dropout_p"]:
+        return NotImplemented
+    *gradients, scores = _attention(given).pullback(grad)
+    if "grad_input_mask" not in given:
+        return tuple(gradients)
+    mask, bias = given["grad_input_mask"], given["attn_bias"]
+    by_bias = None
+    if bias is not None and mask[3]:
+        by_bias = scores.sum_to_size(bias.shape).to(bias.dtype)
+    return *(x if wanted else None for x, wanted in zip(gradients, mask, strict=False)), by_bias
+
+
+_PREFIX = "aten::_scaled_dot_product_"
+_KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")
 FORWARD: dict[str, Callable[..., Any]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": for_cpu,
-    "aten::_scaled_dot_product_efficient_attention": efficient,
-    "aten::_scaled_dot_product_flash_attention": flash,
-    "aten::_scaled_dot_product_cudnn_attention": cudnn,
+    name: functools.partial(_forward, name) for name in (_PREFIX + kernel for kernel in _KERNELS)
+}
+BACKWARD: dict[str, Callable[..., Any]] = {
+    f"{name}_backward": functools.partial(_backward, f"{name}_backward") for name in FORWARD
 }
 # Those whose mask torch takes for a constant.
 MASKED: dict[str, Callable[..., Any]] = {
     name: FORWARD[name]
-    for name in (
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_cudnn_attention",
-    )
-}
-BACKWARD: dict[str, Callable[..., Any]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": for_cpu_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
-    "aten::_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    for name in (f"{_PREFIX}flash_attention_for_cpu", f"{_PREFIX}cudnn_attention")
 }
