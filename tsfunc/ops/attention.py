@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.dims import (
     batch_to_front,
     batches_first,
@@ -89,104 +93,60 @@ def attention(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     return (out.squeeze(1) if rank == 2 else out), 0
 
 
-def _sample_count(x: Tensor, bdim: int | None) -> Any:
-    return x.shape[1 if bdim == 0 else 0]
+_KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")
+_FUSED = [f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS]
+_FUSED_BACKWARD = [f"{name}_backward" for name in _FUSED]
+# The arguments with a value for each sample. The samples share the random state.
+_OF_SAMPLES = "grad_out grad_out_ query key value out logsumexp attn_bias".split()
 
 
-def _with_mask(
-    level: RuleLevel, kwargs: Kwargs, bdims: BatchDims, args: Args, n: Any
-) -> dict[str, Any]:
-    bdim = keyword_bdim(bdims, args, "attn_mask")
-    mask = _mask(kwargs.get("attn_mask"), bdim, level.batch_size, n, 4)
-    return {**kwargs, "attn_mask": mask}
+@functools.cache
+def _signature(name: str) -> OperatorSignature:
+    signature = reader().signature(name)
+    assert signature is not None
+    return signature
 
 
-@row("aten::_scaled_dot_product_flash_attention_for_cpu")
-def flash_cpu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Return the result and the log-sum-exp for the backward pass."""
-    _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
-    size = level.batch_size
-    n = _sample_count(args[0], bdims[0])
-    tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:3], bdims[:3], strict=True)]
-    out = op(*tensors, *args[3:], **_with_mask(level, kwargs, bdims, args, n))
-    return tuple(_split_heads(o, size) for o in out), 0
-
-
-@row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
-def flash_cpu_backward(
+def _call_on_samples(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
-) -> Any:
-    """Fold the batch as in the forward pass."""
-    size = level.batch_size
-    n = _sample_count(args[1], bdims[1])
-    tensors = [_samples(x, bdim, size) for x, bdim in zip(args[:6], bdims[:6], strict=True)]
-    out = op(*tensors, *args[6:], **_with_mask(level, kwargs, bdims, args, n))
-    return tuple(_split_heads(o, size) for o in out), 0
+) -> Sequence[Any]:
+    """Call a fused operator with the batch folded into the samples."""
+    signature, size = _signature(op.name()), level.batch_size
+    folded = list(args)
+    for i, (argument, x) in enumerate(signature.bind(args, {})):
+        if argument.name in _OF_SAMPLES and x is not None:
+            folded[i] = _samples(x, bdims[i], size)
+    if signature.takes("attn_mask"):
+        query = signature.position("query")
+        assert query is not None
+        n = args[query].shape[1 if bdims[query] == 0 else 0]
+        bdim = keyword_bdim(bdims, args, "attn_mask")
+        kwargs = {**kwargs, "attn_mask": _mask(kwargs.get("attn_mask"), bdim, size, n, 4)}
+    return op(*folded, **kwargs)
 
 
-takes_keywords(
-    [
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    ],
-    "attn_mask",
-)
-
-
-def _bias(x: Tensor | None, bdim: int | None, size: int) -> Tensor | None:
-    return None if x is None else _samples(x, bdim, size)
-
-
-@row("aten::_scaled_dot_product_efficient_attention")
-def efficient(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """The third and fourth results are the random state, which all samples share."""
-    _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
-    size = level.batch_size
-    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:4], bdims[:4], strict=True)]
-    out, sums, *state = op(*tensors, *args[4:], **kwargs)
-    return (_split_heads(out, size), _split_heads(sums, size), *state), (0, 0, None, None)
-
-
-@row("aten::_scaled_dot_product_efficient_attention_backward")
-def efficient_backward(
-    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
-) -> Any:
-    """Fold the batch as in the forward pass."""
-    size = level.batch_size
-    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:7], bdims[:7], strict=True)]
-    out = op(*tensors, *args[7:], **kwargs)
-    return tuple(o if o is None or o.dim() < 4 else _split_heads(o, size) for o in out), tuple(
-        None if o is None or o.dim() < 4 else 0 for o in out
-    )
-
-
-@row(
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
-def flash(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """Run the flash or cuDNN kernel on the merged batch; cuDNN's has a bias and one more flag."""
-    count = 3 if "flash" in op.name() else 4
-    position = 3 if count == 3 else 5
+@row(*_FUSED)
+def fused(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Two results have a value for each sample: the output and the log-sum-exp."""
+    position = _signature(op.name()).position("dropout_p")
+    assert position is not None
     _refuse_dropout(op, level, args[position] if len(args) > position else 0.0)
+    out, sums, *state = _call_on_samples(op, level, bdims, args, kwargs)
     size = level.batch_size
-    tensors = [_bias(x, bdim, size) for x, bdim in zip(args[:count], bdims[:count], strict=True)]
-    out, sums, *state = op(*tensors, *args[count:], **kwargs)
     return (_split_heads(out, size), _split_heads(sums, size), *state), (0, 0, *[None] * len(state))
 
 
-@row(
-    "aten::_scaled_dot_product_flash_attention_backward",
-    "aten::_scaled_dot_product_cudnn_attention_backward",
-)
-def flash_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
-    """The cuDNN form has a bias after the random state."""
-    size = level.batch_size
-    folded = list(args)
-    positions = [*range(6)] if "flash" in op.name() else [*range(6), 8]
-    for i in positions:
-        folded[i] = _bias(args[i], bdims[i], size)
-    out = op(*folded, **kwargs)
-    return tuple(_split_heads(o, size) for o in out), 0
+@row(*_FUSED_BACKWARD)
+def fused_backward(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Gradients that the caller does not need are None or empty."""
+    out = _call_on_samples(op, level, bdims, args, kwargs)
+    needed = [x is not None and x.dim() == 4 for x in out]
+    pairs = [*zip(out, needed, strict=True)]
+    results = [_split_heads(x, level.batch_size) if is_needed else x for x, is_needed in pairs]
+    return tuple(results), tuple(0 if is_needed else None for is_needed in needed)
+
+
+takes_keywords([_FUSED[0], _FUSED_BACKWARD[0]], "attn_mask")
 
 
 SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_softmax``

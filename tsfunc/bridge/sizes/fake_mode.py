@@ -360,7 +360,7 @@ logging.getLogger(FakeTensorMode.__module__).addFilter(_is_of_users)
 # The batching rules of operators whose result sizes are sizes of the arguments, and the functions
 # that make such rules.
 _RULES: Final[tuple[Any, ...]] = (
-    attention.attention, attention.flash_cpu, attention.flash_cpu_backward,
+    attention.attention, attention.fused, attention.fused_backward,
     contractions.einsum, embedding.embedding, embedding.embedding_dense_backward,
     feature_batched.layer_norm, feature_batched.native_layer_norm,
     feature_batched.native_layer_norm_backward, fixed.added_product,
