@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.catalogue.reader import reader
-from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.dims import (
     batch_to_front,
     batches_first,
@@ -101,24 +100,25 @@ _OF_SAMPLES = "grad_out grad_out_ query key value out logsumexp attn_bias".split
 
 
 @functools.cache
-def _signature(name: str) -> OperatorSignature:
+def _positions(name: str) -> tuple[dict[str, int], list[int]]:
+    """Return the positions of arguments by name, and of those with a value for each sample."""
     signature = reader().signature(name)
     assert signature is not None
-    return signature
+    positions = {argument.name: i for i, argument in enumerate(signature.arguments)}
+    return positions, [i for argument, i in positions.items() if argument in _OF_SAMPLES]
 
 
 def _call_on_samples(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Sequence[Any]:
     """Call a fused operator with the batch folded into the samples."""
-    signature, size = _signature(op.name()), level.batch_size
+    (positions, of_samples), size = _positions(op.name()), level.batch_size
     folded = list(args)
-    for i, (argument, x) in enumerate(signature.bind(args, {})):
-        if argument.name in _OF_SAMPLES and x is not None:
-            folded[i] = _samples(x, bdims[i], size)
-    if signature.takes("attn_mask"):
-        query = signature.position("query")
-        assert query is not None
+    for i in of_samples:
+        if args[i] is not None:
+            folded[i] = _samples(args[i], bdims[i], size)
+    if "attn_mask" in positions:
+        query = positions["query"]
         n = args[query].shape[1 if bdims[query] == 0 else 0]
         bdim = keyword_bdim(bdims, args, "attn_mask")
         kwargs = {**kwargs, "attn_mask": _mask(kwargs.get("attn_mask"), bdim, size, n, 4)}
@@ -128,8 +128,7 @@ def _call_on_samples(
 @row(*_FUSED)
 def fused(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Two results have a value for each sample: the output and the log-sum-exp."""
-    position = _signature(op.name()).position("dropout_p")
-    assert position is not None
+    position = _positions(op.name())[0]["dropout_p"]
     _refuse_dropout(op, level, args[position] if len(args) > position else 0.0)
     out, sums, *state = _call_on_samples(op, level, bdims, args, kwargs)
     size = level.batch_size
