@@ -227,3 +227,25 @@ def test_results_that_are_arguments() -> None:
         return x
 
     vmap(same)(torch.randn(3, 4), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda x: x.to(torch.float32), lambda x: x.to(dtype=torch.float32)],
+    ids=["positional", "keyword"],
+)
+def test_a_repeated_call_that_returns_its_argument_runs_on_the_values(
+    convert: Callable[[Tensor], Tensor],
+) -> None:
+    shapes: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(REPEATS):
+            convert(x)
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            assert convert(x) is x
+        shapes.extend(event.input_shapes[0] for event in profiler.events() if event.input_shapes)
+        return x
+
+    vmap(function)(torch.randn(3, 2, 2))
+    assert shapes == [[3, 2, 2]]

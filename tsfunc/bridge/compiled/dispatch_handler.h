@@ -96,7 +96,7 @@ class DispatchHandler : public c10::OperatorKernel {
   // Return the results in a class, or a tuple; null where torch is to call the operator.
   template <class V, class T>
   Owned repeat(
-      PyObject* plan, const Call& call, PyObject* state, V values, T tracers, PyObject* cls) {
+      PyObject* plan, const FunctionCall& call, PyObject* state, V values, T tracers, PyObject* cls) {
     Seen seen;
     if (!is_set(slot(op_, slots.direct_rule)) || !is_set(slot(op_, slots.operator_plans)) ||
         PyTuple_GET_SIZE(slot(op_, slots.written)) != 0 ||
@@ -110,7 +110,6 @@ class DispatchHandler : public c10::OperatorKernel {
       recipe = recipe_of_operator(recipes, hash, seen, tracers);
       if (recipe == nullptr) return Owned();
     }
-    if (recipe->returns_arguments) return Owned();  // torch returns the tracers of arguments
     std::vector<at::Tensor> made;
     try {
       InKernel kernel(call, state);
@@ -122,7 +121,7 @@ class DispatchHandler : public c10::OperatorKernel {
       if (is_users_error(call)) raise();
       return Owned();
     }
-    return recipe->wrapped(made, call.level, cls);
+    return recipe->wrapped(made, call, cls);
   }
 
  private:
@@ -214,7 +213,8 @@ class DispatchHandler : public c10::OperatorKernel {
     PyObject* bdim = direct ? slot(plan, slots.dim) : unbatched ? Py_None : names.zero;
     for (c10::IValue& value : values)
       value = with_tensors(
-          value, [&](const at::Tensor& tensor) { return call.wrap_result(tensor, bdim); });
+          value,
+          [&](const at::Tensor& tensor) { return THPVariable_Unpack(call.wrap_result(tensor, bdim).get()); });
     return values;
   }
 

@@ -77,11 +77,8 @@ Owned call_on_values(
   if (writes) update_history(call.values()[0]);
   PyObject* outer = slot(call.level, slots.outer);
   PyObject* bdim = direct ? slot(plan, slots.dim) : names.zero;
-  // The values as Python objects replace the tensor that the tracer holds.
-  const c10::TensorImpl* argument = held == nullptr ? nullptr : held->unsafeGetTensorImpl();
   auto result = [&](const at::Tensor& value) {
-    bool returns_first = writes || value.unsafeGetTensorImpl() == argument;
-    return returns_first ? Owned::copy(first) : wrap(value, bdim, call.level);
+    return writes ? Owned::copy(first) : call.wrap_result(value, bdim);
   };
   std::optional<UnderState> under;
   if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))

@@ -137,9 +137,6 @@ class Recipe {
     if (static_cast<size_t>(PyList_GET_SIZE(out)) != op.schema().returns().size()) return false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(out); ++i)
       if (!add_result(PyList_GET_ITEM(out, i))) return false;
-    for (const std::vector<Result>& parts : results_)
-      for (const Result& part : parts)
-        returns_arguments |= part.value >= 0 && part.value < static_cast<int>(given.size());
     for (size_t value = 0; value < last_.size(); ++value)
       if (last_[value] >= 0 && last_[value] < static_cast<int>(steps.size()))
         steps[last_[value]].last.push_back(value);
@@ -153,10 +150,8 @@ class Recipe {
   // The results among the values of a replay, as the operator returns them.
   Stack wrapped(const std::vector<at::Tensor>& values, const OperatorCall& call) const {
     auto wrap_part = [&](const Result& part) {
-      if (part.value < 0 || !values[part.value].defined()) return at::Tensor();
-      return part.value < static_cast<int>(tensors_.size())
-          ? call.wrap_result(values[part.value], part.bdim.get())
-          : wrap_tensor(values[part.value], part.bdim.get(), call.level);
+      Owned made = wrap_result(part, values, call);
+      return made ? THPVariable_Unpack(made.get()) : at::Tensor();
     };
     Stack made;
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -172,10 +167,11 @@ class Recipe {
   }
 
   // The same as Python objects: one, or several in a class or a tuple.
-  Owned wrapped(const std::vector<at::Tensor>& values, PyObject* level, PyObject* cls) const {
+  Owned wrapped(
+      const std::vector<at::Tensor>& values, const FunctionCall& call, PyObject* cls) const {
     auto wrap_part = [&](const Result& part) {
-      bool defined = part.value >= 0 && values[part.value].defined();
-      return defined ? wrap(values[part.value], part.bdim.get(), level) : Owned::copy(Py_None);
+      Owned made = wrap_result(part, values, call);
+      return made ? std::move(made) : Owned::copy(Py_None);
     };
     if (results_.size() == 1 && !lists_[0]) return wrap_part(results_[0][0]);
     std::vector<Owned> items;
@@ -186,9 +182,18 @@ class Recipe {
 
   std::vector<RecipeStep> steps;
   bool usable = false;
-  bool returns_arguments = false;  // a result is an argument itself
 
  private:
+  // The tracer of a result, or null for an undefined one.
+  template <class C>
+  Owned wrap_result(
+      const Result& part, const std::vector<at::Tensor>& values, const C& call) const {
+    if (part.value < 0 || !values[part.value].defined()) return Owned();
+    bool is_argument = part.value < static_cast<int>(tensors_.size());
+    return is_argument ? call.wrap_result(values[part.value], part.bdim.get())
+                       : wrap(values[part.value], part.bdim.get(), call.level);
+  }
+
   void learn(const at::Tensor& tensor) {
     if (tensor.defined())
       known_.emplace(tensor.unsafeGetTensorImpl(), static_cast<int>(last_.size()));

@@ -159,10 +159,6 @@ void update_history(PyObject* value) {
   if (tensor.requires_grad()) tensor.grad_fn();
 }
 
-at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
-  return THPVariable_Unpack(wrap(tensor, bdim, level).get());
-}
-
 // The alias of a tracer at its level. Null where Python is to make it.
 Owned alias_of(PyObject* tracer) {
   PyObject* level = level_of(tracer);
@@ -276,6 +272,13 @@ class Call {
     return value;
   }
 
+  // True if an object is the tracer of a result: the operator returned an argument itself (tracer_of
+  // in nesting.py).
+  bool is_tracer_of(PyObject* object, const at::Tensor& value, PyObject* bdim) const {
+    return object != nullptr && is_tracer(object) && level_of(object) == level &&
+        bdim_of(object) == bdim && tensor_of(object)->is_same(value);
+  }
+
  private:
   void see(const at::Tensor& value, bool batched) {
     strided &= is_strided(value);
@@ -324,6 +327,13 @@ class FunctionCall : public Call {
   }
   void set(size_t i, Owned value) { Py_SETREF(values_[i + 1], value.release()); }
 
+  // The tracer of a result: the argument's if it is an argument itself.
+  Owned wrap_result(const at::Tensor& value, PyObject* bdim) const {
+    for (size_t i = 0; i < count(); ++i)
+      if (PyObject* tracer = find_tracer(given_[i], value, bdim)) return Owned::copy(tracer);
+    return wrap(value, bdim, level);
+  }
+
   // The value at a position as the dispatcher has it.
   c10::IValue value(size_t i, const c10::Argument& argument) const {
     PyObject* object = values_[i + 1];
@@ -332,11 +342,13 @@ class FunctionCall : public Call {
     return to_value(object, argument);
   }
 
-  // Names are those of keyword arguments, whose values follow the others; null for none.
+  // Names are those of keyword arguments, whose values follow the others; null for none. The call
+  // keeps the place of the arguments.
   bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {
     for (size_t i = 0; i < count; ++i)
       if (!find_level(args[i], level)) return false;
     if (level == nullptr) return false;
+    given_ = args;
     Py_ssize_t named = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
     key = checked(PyTuple_New(static_cast<Py_ssize_t>(count) + named));
     for (size_t i = 0; i < count; ++i) {
@@ -398,6 +410,16 @@ class FunctionCall : public Call {
     return any ? std::move(values) : Owned::copy(arg);
   }
 
+  // The tracer of a result among an argument and its items (borrowed), or null.
+  PyObject* find_tracer(PyObject* arg, const at::Tensor& value, PyObject* bdim) const {
+    if (is_tracer_of(arg, value, bdim)) return arg;
+    if (is_sequence(arg))
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
+        if (PyObject* found = find_tracer(PySequence_Fast_ITEMS(arg)[i], value, bdim)) return found;
+    return nullptr;
+  }
+
+  PyObject* const* given_ = nullptr;        // the arguments (borrowed)
   c10::SmallVector<PyObject*, 10> values_;  // owned
   uint64_t in_tensors_ = 0;  // bits of the places that have tracers instead of their values
 };
@@ -418,14 +440,11 @@ class OperatorCall : public Call {
   // The tensor that is the first argument.
   const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
-  // The tracer of a result: the argument's if the operator returned an argument itself (tracer_of in
-  // nesting.py).
-  at::Tensor wrap_result(const at::Tensor& value, PyObject* bdim) const {
+  // The tracer of a result: the argument's if it is an argument itself.
+  Owned wrap_result(const at::Tensor& value, PyObject* bdim) const {
     for (const Owned& held : held_)
-      if (held.get() != nullptr && is_tracer(held.get()) && level_of(held.get()) == level &&
-          bdim_of(held.get()) == bdim && tensor_of(held.get())->is_same(value))
-        return THPVariable_Unpack(held.get());
-    return wrap_tensor(value, bdim, level);
+      if (is_tracer_of(held.get(), value, bdim)) return Owned::copy(held.get());
+    return wrap(value, bdim, level);
   }
 
   // Let the value that a call writes have a Python object, and its history be up to date.
