@@ -39,8 +39,8 @@ REFUSALS = (
         "a size or a Python value that depends on data",
     ),
     Refusal(
-        "NotImplementedError", "can't differentiate a pullback", "docs/sharp_bits.md",
-        "a pullback that a vmap in a program has made, called in a body",
+        "NotImplementedError", "no forward-mode derivative of a pullback", "docs/sharp_bits.md",
+        "a pullback of control flow that a vmap in a program has made, called in a body",
     ),
     Refusal(
         "ExportError", "", "docs/programs.md", "a backend has no place for what a program has",

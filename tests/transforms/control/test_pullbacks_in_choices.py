@@ -129,19 +129,64 @@ def test_a_program_of_such_a_choice(maker: str, use: str) -> None:
     torch.testing.assert_close(tsfunc.specialize(vmap(f))(xs), of_examples(f, xs))
 
 
-@pytest.mark.parametrize("derivative", [tsfunc.jacrev, tsfunc.jacfwd])
-def test_a_program_refuses_derivatives_by_what_such_a_pullback_has_kept(derivative: Any) -> None:
-    def made_outside(x: Tensor) -> Tensor:
-        out, pull = vjp(nonlinear, x)
-        return cond(x[0] > 0, lambda s: pull(s)[0], lambda s: s, out)
+DERIVATIVES: dict[str, Callable[[Any], Any]] = {
+    "jacrev": tsfunc.jacrev,
+    "jacfwd": tsfunc.jacfwd,
+    "grad of grad": lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sin().sum()),
+}
+STEPS: dict[str, Callable[[Linear, Tensor, Tensor], Tensor]] = {
+    "one choice for all": lambda op, s, x: cond(torch.tensor(True), op, lambda s: s, s),
+    "nested steps": lambda op, s, x: fori_loop(
+        0, 2, lambda i, c: cond(torch.tensor(True), lambda c: op(c) * x, lambda c: c, c), s
+    ),
+    "steps of a vmap": lambda op, s, x: vmap(
+        lambda a: scan(lambda c, b: (op(c) * a + b, c.sum()), s, torch.stack([x, x.cos()]))[0]
+    )(x).sum(0),
+    "grad in steps": lambda op, s, x: scan(
+        lambda c, b: (grad(lambda c: op(c).square().sum())(c) + b, c.sum()),
+        s,
+        torch.stack([x, x.cos()]),
+    )[0],
+}
 
-    def made_inside(x: Tensor) -> Tensor:
-        return cond(x[0] > 0, lambda s: vjp(nonlinear, x)[1](s)[0], lambda s: s, nonlinear(x))
+# Uses in which only some examples call the pullback in a body of control flow.
+BY_EXAMPLE = (
+    "while_loop", "fori_loop", "scan", "nested", "one made in a branch", "grad in a branch",
+    "jvp in a branch",
+)  # fmt: skip
 
-    xs = torch.randn(5, 3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="Call vjp or linearize inside of the branch"):
-        tsfunc.specialize(vmap(derivative(made_outside)))(xs)
+
+def of_checkpoint(x: Tensor) -> tuple[Tensor, Linear]:
+    out, pull = vjp(tsfunc.checkpoint(nonlinear), x)
+    return out, lambda s: pull(s)[0]
+
+
+def used(maker: Callable[[Tensor], tuple[Tensor, Linear]], use: str) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        out, op = maker(x)
+        return {**USES, **STEPS}[use](op, out, x)
+
+    return f
+
+
+@pytest.mark.parametrize("use", [*USES, *STEPS])
+@pytest.mark.parametrize("maker", [*MAKERS, "vjp of checkpoint"])
+def test_a_program_differentiates_by_what_such_a_pullback_has_kept(maker: str, use: str) -> None:
+    forward = maker != "vjp of checkpoint" or use not in BY_EXAMPLE
+    names = [name for name in DERIVATIVES if forward or name != "jacfwd"]
+    name = names[int(torch.randint(len(names), ()))]
+    f = DERIVATIVES[name](used({**MAKERS, "vjp of checkpoint": of_checkpoint}[maker], use))
+    xs = torch.randn(4, 3, dtype=torch.float64)
+    program = tsfunc.specialize(vmap(f, in_dims=1))
     torch.testing.assert_close(
-        tsfunc.specialize(vmap(derivative(made_inside)))(xs),
-        of_examples(derivative(made_outside), xs),
+        program(xs.T), of_examples(f, xs), msg=lambda text: f"{name}: {text}"
     )
+
+
+@pytest.mark.parametrize("use", BY_EXAMPLE)
+def test_a_program_refuses_tangents_of_a_pullback_of_a_checkpoint_in_such_a_choice(
+    use: str,
+) -> None:
+    f = tsfunc.jacfwd(used(of_checkpoint, use))
+    with pytest.raises(NotImplementedError, match="Call vjp inside of the branch"):
+        tsfunc.specialize(vmap(f))(torch.randn(4, 3, dtype=torch.float64))

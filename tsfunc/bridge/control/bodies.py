@@ -229,6 +229,18 @@ class BodyLevel(TraceLevel, LevelProxy):
         level = _traced_level(value)
         return level is not None and not (isinstance(level, BodyLevel) and level.within(self))
 
+    def outermost_without(self, values: Sequence[torch.Tensor]) -> BodyLevel | None:
+        """Return the outermost body around this one, or this one, that all tensors are outside of.
+
+        None if a tensor was made in this body.
+        """
+        if not values or not all(map(self.is_outside, values)):
+            return None
+        outer = (
+            self.parent.outermost_without(values) if isinstance(self.parent, BodyLevel) else None
+        )
+        return outer or self
+
     def tensors_outside(self) -> dict[torch.fx.Node, torch.Tensor]:
         return {
             tracer.node: tensor
@@ -292,7 +304,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
-    def _around_the_call(self) -> Iterator[None]:
+    def around_the_call(self) -> Iterator[None]:
         """Context manager: the active levels are those where the body is called.
 
         These levels are neither bodies nor subsets.
@@ -325,7 +337,7 @@ class BodyLevel(TraceLevel, LevelProxy):
     def _operand(self, value: torch.Tensor) -> torch.Tensor:
         """Return the operand of the call for a tensor from outside: its batch dims come first."""
         outer = self.outside(value)
-        with self._around_the_call():
+        with self.around_the_call():
             operand: torch.Tensor = self.hidden.rewrap_as(outer, self.around)
         return operand
 
@@ -333,7 +345,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         """Return a tensor as the code around the body sees it."""
         remap_args = self.outer_state.remap_args
         if remap_args is not None and isinstance(value, Tracer):
-            with self._around_the_call():
+            with self.around_the_call():
                 value = remap_args.remapped(value)
         if isinstance(self.parent, BodyLevel):
             value = self.parent.remap(value)

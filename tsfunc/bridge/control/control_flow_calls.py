@@ -16,13 +16,14 @@ from torch.autograd import Function
 
 from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
+from tsfunc.bridge.control.linear_calls import refuse_tangents_in_subsets, saved_as_seen
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.grad.autograd import is_differentiable, outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.sizes.strides import derivative_strides
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import keeps_draws, replay_object
@@ -183,6 +184,7 @@ class _Recorded(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
+        refuse_tangents_in_subsets(ctx.call.trace.root, ctx.saved_tensors)
         call, inputs, states = _as_seen_here(ctx)
         results = ctx.results
         wrt = [
@@ -235,8 +237,24 @@ def _as_seen_here(ctx: Any) -> tuple[_Call, list[Any], list[Any]]:
     here = [x for x in tls.state.levels if isinstance(x, TraceLevel) and x.within(call.trace)]
     if here:
         call = replace(call, trace=here[-1])
-    inputs = all_as_seen_by_current_level([*ctx.saved_tensors, *ctx.kept])
+    inputs = [_seen_as_lifted(value) for value in (*ctx.saved_tensors, *ctx.kept)]
     return call, inputs, all_as_seen_by_current_level([*ctx.states])
+
+
+def _seen_as_lifted(value: Any) -> Any:
+    """Return a saved tensor as the running code sees it, in the layout that the node has saved.
+
+    A tensor that the node has lifted to its level is not batched there, so the level does not
+    differentiate by it.
+    """
+    if not (isinstance(value, BatchTracer) and value.bdim is None):
+        return saved_as_seen(value)
+    depth = value.dispatch_level.depth
+    (level,) = [x for x in tls.state.levels if x.depth == depth] or [value.dispatch_level]
+    while isinstance(value, BatchTracer) and value.bdim is None:
+        value = value.value
+    seen = saved_as_seen(value)
+    return level.lift(seen) if isinstance(level, TracerLevel) else seen
 
 
 def _replay_draws(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
