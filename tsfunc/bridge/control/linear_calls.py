@@ -205,7 +205,7 @@ def refuse_tangents_in_subsets(trace: TracerLevel, saved: Sequence[torch.Tensor]
     Raises:
         NotImplementedError: a jvp at a vmap inside of the trace differentiates the backward.
     """
-    if _pass.call is None or not _active_subsets():
+    if _pass.call is None or not (_pass.call.wholes or _active_subsets()):
         return
     if any(level.forward for level in _levels_of(saved) if isinstance(level, BatchLevel)):
         raise NotImplementedError(
