@@ -250,6 +250,55 @@ def test_in_programs() -> None:
         torch.testing.assert_close(program(*batches), stacked(f, *batches))
 
 
+def test_around_programs() -> None:
+    f, batches = written(_several), given(5)
+    nested = batches[0], batches[1].unsqueeze(1), batches[2]
+    for function, args in ((f, batches), (tsfunc.vmap(f, (None, 0, None)), nested)):
+        want = tsfunc.vmap(function)(*args)
+        program = tsfunc.specialize(function)
+        torch.testing.assert_close(tsfunc.vmap(program)(*args), want)
+        torch.testing.assert_close(tsfunc.specialize(tsfunc.vmap(program))(*args), want)
+        assert program.cache_info().programs == 1
+
+
+def test_around_a_program_that_needs_the_size_of_a_derivative() -> None:
+    gradient = tsfunc.grad(lambda x: x[x > 0].sin().sum())
+    x = torch.tensor([[1.0, -1.0], [2.0, 3.0]])
+    with pytest.raises(tsfunc.errors.DataDependentError, match=r"shape, at .*needs its size"):
+        tsfunc.vmap(tsfunc.specialize(gradient))(x)
+    torch.testing.assert_close(tsfunc.specialize(tsfunc.vmap(gradient))(x), stacked(gradient, x))
+
+
+def _in_a_branch(x: torch.Tensor) -> torch.Tensor:
+    def some() -> torch.Tensor:
+        y = torch.zeros_like(x) + x
+        y[y > 0.5] *= x.mean()
+        return y.tanh()
+
+    return tsfunc.cond(x.mean() < 0.1, some, lambda: x * 0.8)
+
+
+def _in_steps(x: torch.Tensor) -> torch.Tensor:
+    def step(row: torch.Tensor) -> torch.Tensor:
+        row = row * x.sum()
+        row[row > 0.5] *= 0.5
+        return row.sin()
+
+    return tsfunc.map(step, x)
+
+
+@pytest.mark.parametrize("f", [_in_a_branch, _in_steps])
+def test_in_bodies_of_control_flow(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    signs = torch.tensor([1.0, -1.0, 1.0]).reshape(3, 1, 1)
+    x = torch.rand(3, 2, 2, dtype=torch.float64) * signs + 0.2
+    hessian = tsfunc.hessian(lambda x: f(x).sum())
+    for function in (f, hessian):
+        want = stacked(function, x)
+        torch.testing.assert_close(tsfunc.vmap(function)(x), want)
+        torch.testing.assert_close(tsfunc.specialize(tsfunc.vmap(function))(x), want)
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.specialize(f))(x), stacked(f, x))
+
+
 @hypothesis.given(st.integers(0, 2**16), st.sampled_from([torch.int64, torch.float64]))
 @hypothesis.settings(max_examples=20, deadline=None)
 def test_any_mask(seed: int, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tsfunc
-from tsfunc import Dim, cond, grad, jacrev, jvp, specialize, vmap
+from tsfunc import Dim, cond, grad, hessian, jacrev, jvp, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 
 WEIGHT = torch.nn.Parameter(torch.randn(4, 2))
@@ -403,6 +403,20 @@ def test_a_program_that_writes_outside_refuses_mapped_cotangents() -> None:
     run = specialize(writing, backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"derivative is mapped\. Leave the backend out"):
         jacrev(run)(torch.rand(3))
+
+
+def test_derivatives_of_a_branch_that_writes_into_its_own_tensors() -> None:
+    def f(x: Tensor) -> Tensor:
+        def doubled() -> Tensor:
+            own = torch.zeros_like(x) + x
+            own[0] *= 2.0
+            return own.sin()
+
+        return tsfunc.cond(x.sum() > 0, doubled, x.cos)
+
+    run, x = specialize(f, backend="aot_eager"), torch.rand(3)
+    torch.testing.assert_close(jacrev(run)(x), jacrev(f)(x))
+    torch.testing.assert_close(hessian(run)(x), hessian(f)(x))
 
 
 def test_rows_of_a_jacobian_through_writes_into_a_product() -> None:

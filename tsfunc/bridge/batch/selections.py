@@ -25,12 +25,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._ops import OpOverload
 
 from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import METHODS, SELECTIONS, FunctionRules, Stage
 from tsfunc.bridge.tracers.nesting import nested_tracers
-from tsfunc.bridge.tracers.operators import objects_in
+from tsfunc.bridge.tracers.operators import objects_in, operator_of
 from tsfunc.bridge.tracers.tracer import (
     HOOKED,
     NO_KWARGS,
@@ -171,6 +172,14 @@ class Selection(Tracer):
         return _make(elements, self.mask, self.after if after is None else after, self.source,
                      self.line)  # fmt: skip
 
+    def remapped(self, remap: Callable[[Any], Any]) -> Any:
+        """Return the selection of remapped tensors; itself if these are the same."""
+        source = None if self.source is None else (remap(self.source[0]), self.source[1])
+        elements, mask = remap(self.elements), remap(self.mask)
+        if elements is self.elements and mask is self.mask:
+            return self
+        return _make(elements, mask, self.after, source, self.line)
+
     def filled(self, value: Any) -> torch.Tensor:
         """Return all elements, with ``value`` in those that are not selected."""
         return torch.where(self.column(), self.elements, value)
@@ -304,6 +313,7 @@ def _make(
 
 def _serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """The function handler for calls with selections among their arguments."""
+    func = _function_of(func)
     rule = SELECTIONS.get(func)
     if rule is None and func in PROPERTY_METHODS and isinstance(args[0], Selection):
         return METHODS[func](func, types, args, kwargs)
@@ -315,6 +325,19 @@ def _serve(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
             getattr(func, "__name__", str(func))
         )
     return out
+
+
+@functools.cache
+def _function_of(func: Any) -> Any:
+    """Return torch's function for an operator, which programs call; other callables unchanged."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return func
+    name = operator_of(func).packet
+    for owner, prefix in ((torch.linalg, "linalg_"), (torch.special, "special_")):
+        if name.startswith(prefix):
+            return getattr(owner, name.removeprefix(prefix), func)
+    owners = (_T, torch, torch.nn.functional)
+    return next((getattr(owner, name) for owner in owners if hasattr(owner, name)), func)
 
 
 def _composite(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

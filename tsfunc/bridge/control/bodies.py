@@ -34,6 +34,7 @@ import torch
 import torch.fx
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.batch.selections import Selection
 from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.subset_arguments import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
@@ -435,6 +436,8 @@ def _as_seen_in_body(value: Any) -> Any:
     """Return a tensor as the body sees it; another value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
+    if type(value) is Selection:
+        return value.remapped(_as_seen_in_body)
     remap_args = tls.state.remap_args
     if remap_args is None or not isinstance(value, Tracer):
         return as_seen_by_current_level(value)

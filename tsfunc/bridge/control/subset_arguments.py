@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunction
 
+from tsfunc.bridge.batch.selections import Selection
 from tsfunc.bridge.control.node_writes import count_writes, memory_key, physical_tensor
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.attributes import OF_TYPES
@@ -99,6 +100,8 @@ class ArgRemapper:
 
     def remapped(self, value: Any) -> Any:
         """Return an argument with the parts of its tensors in their place."""
+        if type(value) is Selection:
+            return value.remapped(self.remapped)
         if isinstance(value, Tracer):
             if value.dispatch_level is self.subset:
                 return value

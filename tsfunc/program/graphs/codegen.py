@@ -37,7 +37,7 @@ from tsfunc.bridge.tracers.operators import (
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import InputRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
-from tsfunc.program.passes.effects import every_node, node_of_each_target
+from tsfunc.program.passes.effects import every_node, node_of_each_target, selects_by_mask
 from tsfunc.program.passes.owned_carries import owned_carries, without_copies
 from tsfunc.types.scope import Scope
 from tsfunc.types.values import same_value
@@ -116,6 +116,11 @@ def _right_hand_side(node: torch.fx.Node, scope: Scope) -> str:
     args, op = node.args, node.meta.get("op")
     if target is operator.getitem:
         return f"{_spell(args[0], scope)}[{args[1]!r}]"
+    if selects_by_mask(node):
+        # Under vmap, a mask in brackets makes a selection: NOTE [selections].
+        indices: Any = args[1]
+        items = [":" if index is None else _spell(index, scope) for index in indices]
+        return f"{_spell(args[0], scope)}[{', '.join(items)}]"
     if target is _SIZE:
         return f"{_spell(args[0], scope)}.shape[{args[1]!r}]"
     if op is None and target in _OPERATORS and len(args) == 2:

@@ -20,6 +20,7 @@ from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     may_draw,
+    objects_in,
 )
 
 # --- the nodes of a graph
@@ -66,6 +67,15 @@ def checks(node: torch.fx.Node) -> bool:
         return any(checks(inner) for body in node.target.bodies for inner in body.graph.nodes)
     op = node.meta.get("op")
     return node.target is check_size or bool(op is not None and op.asserts)
+
+
+def selects_by_mask(node: torch.fx.Node) -> bool:
+    """True if the node is ``x[mask]``, whose size depends on data."""
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator) or op.name != "aten::index.Tensor" or node.kwargs:
+        return False
+    indices = [index.meta.get("val") for index in objects_in(torch.fx.Node, node.args[1])]
+    return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool for index in indices)
 
 
 def is_pure(node: torch.fx.Node) -> bool:
