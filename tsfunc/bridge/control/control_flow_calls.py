@@ -184,7 +184,6 @@ class _Recorded(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        refuse_tangents_in_subsets(ctx.call.trace.root, ctx.saved_tensors)
         call, inputs, states = _as_seen_here(ctx)
         results = ctx.results
         wrt = [
@@ -237,7 +236,9 @@ def _as_seen_here(ctx: Any) -> tuple[_Call, list[Any], list[Any]]:
     here = [x for x in tls.state.levels if isinstance(x, TraceLevel) and x.within(call.trace)]
     if here:
         call = replace(call, trace=here[-1])
-    inputs = [_seen_as_lifted(value) for value in (*ctx.saved_tensors, *ctx.kept)]
+    saved = [*ctx.saved_tensors, *ctx.kept]  # a checkpoint lets a node read them once
+    refuse_tangents_in_subsets(call.trace.root, saved)
+    inputs = [_seen_as_lifted(value) for value in saved]
     return call, inputs, all_as_seen_by_current_level([*ctx.states])
 
 
