@@ -187,15 +187,17 @@ class BodyLevel(TraceLevel, LevelProxy):
         outer_state: the dispatch state there.
         number_nodes: records symbolic numbers; its outer numbers are inputs after the tensors.
         hidden: the vmaps that the body does not see.
+        pulls_back: True if the body has called a pullback that was made outside of it.
     """
 
     number_nodes: NumberNodes
-    __slots__ = ("around", "hidden", "inputs", "outer_state", "parent", "taken")
+    __slots__ = ("around", "hidden", "inputs", "outer_state", "parent", "pulls_back", "taken")
 
     def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
         self.copy_from(parent)
         self.parent = parent
         self.hidden = hidden
+        self.pulls_back = False
         self.outer_state = tls.state
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()

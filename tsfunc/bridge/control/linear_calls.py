@@ -62,6 +62,8 @@ def call_where_made(
         return func(values)
     batches = [level for level in _levels_of(saved) if isinstance(level, BatchLevel)]
     for proxy in proxies:
+        if isinstance(proxy, BodyLevel) and any(map(proxy.is_outside, saved)):
+            proxy.pulls_back = True
         if isinstance(proxy, HiddenVmap) and any(x.root is proxy.root for x in batches):
             raise CannotUnbatch(proxy.parent.original.root)
     call = _CallOutside(_wholes_of(saved))
@@ -176,7 +178,7 @@ def _saved_tensors_as_inputs(call: _CallOutside) -> Iterator[None]:
     levels = tls.state.levels
     batches = [level for level in levels if isinstance(level, BatchLevel)]
     with ExitStack() as stack:
-        for body in [level for level in levels if isinstance(level, BodyLevel)]:
+        for body in [x for x in levels if isinstance(x, BodyLevel) and x.pulls_back]:
             inside = [level for level in batches if level.depth > body.depth]
             if any(level.autograd or level.forward for level in inside):
                 stack.enter_context(_SavedTensorMode(body, call))
