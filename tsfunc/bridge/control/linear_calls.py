@@ -212,9 +212,9 @@ def refuse_tangents_in_subsets(trace: TracerLevel, saved: Sequence[torch.Tensor]
     if any(level.forward for level in _levels_of(saved) if isinstance(level, BatchLevel)):
         raise NotImplementedError(
             f"{trace.name}: a program has no forward-mode derivative of a pullback of control "
-            f"flow, or of a checkpoint, that the function of a vmap made outside of a branch or a "
-            f"loop's step, and that only some examples call inside of it. Call vjp inside of the "
-            f"branch or step, or use reverse mode."
+            f"flow, of a checkpoint or of a custom rule, if the function of a vmap made it outside "
+            f"of a branch or a loop's step, and only some examples call it inside. Call vjp inside "
+            f"of the branch or step, or use reverse mode."
         )
 
 
