@@ -25,8 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, cast
 
 import torch
-from torch._C import DisableTorchFunction
-from torch.overrides import enable_reentrant_dispatch
+from torch._C import DisableTorchFunction, _RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
@@ -246,7 +245,9 @@ class _SavedTensorMode(TorchDispatchMode):
     def _input_of(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not self.body.is_outside(value):
             return value
-        with enable_reentrant_dispatch():  # the layout of an operand is a part of the graph
+        # The layout of an operand is a part of the graph. An interrupt could cut off a generator's
+        # entry, as that of torch.overrides.enable_reentrant_dispatch, which ends the process.
+        with _RestorePythonTLSSnapshot():
             return self.call.seen_outside(value)
 
 

@@ -120,7 +120,7 @@ def _torch_function() -> None:
     torch._C._push_on_torch_function_stack torch._C._len_torch_dispatch_stack
     torch._C._pop_torch_dispatch_stack torch._C._push_on_torch_dispatch_stack
     torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey torch._C._unset_dispatch_mode
-    torch._ops._get_dispatch_mode_pre_dispatch
+    torch._C._RestorePythonTLSSnapshot torch._ops._get_dispatch_mode_pre_dispatch
     torch._library.simple_registry.find_torch_dispatch_rule
     torch._subclasses.functional_tensor.FunctionalTensor
     torch._subclasses.functional_tensor.FunctionalTensorMode
@@ -142,6 +142,7 @@ def _modes() -> None:
 
     C = torch._C
     expect(_python_dispatch.TorchDispatchMode._should_skip_dynamo(), "a mode that Dynamo skips")
+    expect(hasattr(C, "_RestorePythonTLSSnapshot"), "the state of a mode's caller")
     with _python_dispatch.TorchDispatchMode() as mode:
         expect(C._len_torch_dispatch_stack() > 0, "an active dispatch mode")
         expect(_python_dispatch._get_current_dispatch_mode_stack()[-1] is mode, "the mode on top")
