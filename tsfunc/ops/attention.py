@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.attention_decompositions import BACKWARD, FORWARD, signature_of
 from tsfunc.ops.dims import (
     batch_to_front,
     batches_first,
@@ -92,9 +92,7 @@ def attention(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: K
     return (out.squeeze(1) if rank == 2 else out), 0
 
 
-_KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")
-_FUSED = [f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS]
-_FUSED_BACKWARD = [f"{name}_backward" for name in _FUSED]
+_FUSED, _FUSED_BACKWARD = [*FORWARD], [*BACKWARD]
 # The arguments with a value for each sample. The samples share the random state.
 _OF_SAMPLES = "grad_out grad_out_ query key value out logsumexp attn_bias".split()
 
@@ -102,9 +100,7 @@ _OF_SAMPLES = "grad_out grad_out_ query key value out logsumexp attn_bias".split
 @functools.cache
 def _positions(name: str) -> tuple[dict[str, int], list[int]]:
     """Return the positions of arguments by name, and of those with a value for each sample."""
-    signature = reader().signature(name)
-    assert signature is not None
-    positions = {argument.name: i for i, argument in enumerate(signature.arguments)}
+    positions = {argument.name: i for i, argument in enumerate(signature_of(name).arguments)}
     return positions, [i for argument, i in positions.items() if argument in _OF_SAMPLES]
 
 

@@ -93,7 +93,8 @@ def _summed_to(x: Tensor, heads: int) -> Tensor:
     return grouped.sum(-3)
 
 
-def _signature(name: str) -> OperatorSignature:
+def signature_of(name: str) -> OperatorSignature:
+    """Return the signature of a fused operator."""
     signature = reader().signature(name)
     assert signature is not None
     return signature
@@ -110,7 +111,7 @@ def _attention(given: Mapping[str, Any]) -> _Attention:
 
 def _forward(name: str, *args: Any, **kwargs: Any) -> Any:
     """Return the results of an operator. Only the fused backward reads those after the first."""
-    signature = _signature(name)
+    signature = signature_of(name)
     given = {argument.name: value for argument, value in signature.bind(args, kwargs)}
     if given.get("dropout_p"):
         return NotImplemented
@@ -126,7 +127,7 @@ def _forward(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _backward(name: str, grad: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the results of a backward operator."""
-    bound = _signature(name).bind((grad, *args), kwargs)
+    bound = signature_of(name).bind((grad, *args), kwargs)
     given = {argument.name: value for argument, value in bound}
     if given["dropout_p"]:
         return NotImplemented
