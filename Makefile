@@ -8,6 +8,7 @@
 #   make handlers                     the compiled handlers of batched tensors
 #   make test-compiled                the tests of eager calls, with the compiled handlers
 #   make test-newest                  the part that depends most on torch, with the newest release
+#   make browser                      chromium, for the tests of pages (Debian, as root)
 #   make test-libraries               models of other libraries, which it installs
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
@@ -38,7 +39,7 @@ COMPILED := 0
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup handlers setup-newest demo test test-compiled test-newest test-libraries test-one \
+.PHONY: setup handlers setup-newest demo browser test test-compiled test-newest test-libraries test-one \
     test-releases test-all fuzz soak mutants lint format docs dist bench setup-bench \
     bench-check bench-baseline clean
 
@@ -105,6 +106,11 @@ COMPILED_TESTS := tests/bridge/test_batch_checks.py tests/bridge/test_call_plans
 test-compiled: COMPILED := 1
 test-compiled: handlers
 	$(PYTEST) -m 'not slow' $(COMPILED_TESTS) $(ARGS)
+
+# Without a browser the tests of pages in a browser are skipped.
+browser:
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq \
+	    --no-install-recommends chromium >/dev/null; }
 
 # The models of other libraries, in an environment of their own: they bring sixty packages.
 test-libraries:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from torch import Tensor
 
 from tsfunc import cond, explain, scan, specialize, vmap
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 WEIGHT = torch.randn(3, 3)
 
 
@@ -111,78 +107,3 @@ def test_the_text_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     operators = sum(node.op == "call_function" for node in f.program.graph.nodes)
     assert repr(f.program) == f"<program looped(x), {operators} operators, {len(f.guards)} guards>"
     assert "\n" not in repr(f) + repr(f.cache_info())
-
-
-PROBE = """<script>
-{
-const out = {};
-const box = document.querySelector(".graph");
-const view = () => box.querySelector("svg").getAttribute("viewBox").split(" ").map(Number).join();
-const whole = view();
-box.dispatchEvent(new WheelEvent("wheel", {deltaY: -100, clientX: 50, clientY: 50}));
-const scaled = view();
-box.dispatchEvent(new PointerEvent("pointerdown", {clientX: 10, clientY: 10}));
-window.dispatchEvent(new PointerEvent("pointermove", {clientX: 40, clientY: 40}));
-window.dispatchEvent(new PointerEvent("pointerup", {}));
-out.scaled = scaled !== whole;
-out.moved = view() !== scaled;
-box.dispatchEvent(new MouseEvent("dblclick"));
-out.reset = view() === whole;
-const opened = () => document.querySelectorAll("details.body[open]").length;
-const loop = document.querySelector("g.opens");
-loop.dispatchEvent(new PointerEvent("pointerenter"));
-out.hint = document.getElementById("hint").textContent;
-out.marked = document.querySelectorAll("pre .at").length;
-loop.dispatchEvent(new PointerEvent("pointerleave"));
-out.gone = document.getElementById("hint").textContent;
-out.before = opened();
-loop.dispatchEvent(new MouseEvent("click"));
-out.after = opened();
-const search = document.getElementById("search");
-search.value = "relu_default";
-search.dispatchEvent(new Event("input"));
-out.found = [...document.querySelectorAll("g.found")].map((node) => node.dataset.node);
-document.body.dataset.result = JSON.stringify(out);
-}
-</script>"""
-
-
-def in_browser(page: Path, probe: str) -> Any:
-    """Return the result of a script that a browser runs in a page."""
-    probed = page.with_name("probed.html")
-    probed.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    done = subprocess.run(
-        [str(BROWSER), *options, "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    (result,) = re.findall(r'data-result="([^"]*)"', done.stdout)
-    return json.loads(html.unescape(result))
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium) is installed")
-def test_a_browser_moves_scales_searches_and_opens(page: Path) -> None:
-    out = in_browser(page, PROBE)
-    assert out["scaled"] and out["moved"] and out["reset"]
-    assert "scan" in out["hint"] and "line:" in out["hint"] and out["gone"] == ""
-    assert out["marked"] == 1
-    assert (out["before"], out["after"]) == (0, 1)
-    assert "relu_default" in out["found"]
-
-
-REPORT_PROBE = """<script>
-{
-const search = document.getElementById("search");
-search.value = "aten::SIN";
-search.dispatchEvent(new Event("input"));
-const shown = [...document.querySelectorAll("tbody tr")].filter((row) => !row.hidden);
-document.body.dataset.result = JSON.stringify(shown.map((row) => row.cells[0].textContent));
-}
-</script>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium) is installed")
-def test_a_browser_searches_a_report(tmp_path: Path) -> None:
-    report = explain(vmap(lambda x: x.sin() @ x), torch.ones(3, 2))
-    report.show(tmp_path / "report.html")
-    assert in_browser(tmp_path / "report.html", REPORT_PROBE) == ["aten::sin"]

@@ -19,16 +19,21 @@ for (const box of document.querySelectorAll(".graph")) {
       view.width * by, view.height * by);
   }, { passive: false });
   let from = null;
+  let dragged = false;
   box.addEventListener("pointerdown", (event) => {
     from = [event.clientX, event.clientY, view.x, view.y];
+    dragged = false;
   });
   window.addEventListener("pointerup", () => { from = null; });
   window.addEventListener("pointermove", (event) => {
     if (from) {
+      dragged ||= Math.hypot(event.clientX - from[0], event.clientY - from[1]) > 3;
       set(from[2] - (event.clientX - from[0]) * scale(),
         from[3] - (event.clientY - from[1]) * scale(), view.width, view.height);
     }
   });
+  // A drag that ends on a node is not a click on the node.
+  box.addEventListener("click", (event) => { if (dragged) event.stopPropagation(); }, true);
   box.addEventListener("dblclick", () => set(...whole));
 }
 
@@ -60,11 +65,21 @@ for (const node of document.querySelectorAll("g[data-node]")) {
   }
 }
 
+// Scroll to a node, and show all of its graph if it was moved out of the graph's box.
+function reveal(node) {
+  const box = node.closest(".graph");
+  const [inner, outer] = [node.getBoundingClientRect(), box.getBoundingClientRect()];
+  if (inner.left < outer.left || inner.right > outer.right
+    || inner.top < outer.top || inner.bottom > outer.bottom) box.dispatchEvent(new Event("dblclick"));
+  node.scrollIntoView({ block: "nearest" });
+}
+
 const search = document.getElementById("search");
 const count = document.getElementById("count");
 search.addEventListener("input", () => {
   const wanted = search.value.trim().toLowerCase();
   let found = 0;
+  let first = null;
   const has = (text) => wanted !== "" && text.toLowerCase().includes(wanted);
   for (const node of document.querySelectorAll("g[data-node]")) {
     const known = facts[node.closest(".graph").dataset.graph][node.dataset.node] || {};
@@ -72,6 +87,7 @@ search.addEventListener("input", () => {
     node.classList.toggle("found", hit);
     node.classList.toggle("faded", wanted !== "" && !hit);
     found += hit;
+    if (hit) first ??= node;
     if (hit) for (let up = node.closest("details"); up; up = up.parentElement.closest("details")) up.open = true;
   }
   for (const row of document.querySelectorAll("tbody tr")) {
@@ -79,6 +95,7 @@ search.addEventListener("input", () => {
     row.hidden = !hit;
     found += hit && wanted !== "";
   }
+  if (first) reveal(first);
   count.textContent = wanted ? `${found} found` : "";
 });
 

@@ -149,8 +149,8 @@ def _graph(
                 ids.append(f"body-{next(numbers)}")
                 inner = _graph(body.name, body.graph, None, {}, facts, numbers, body.inputs)
                 bodies += (
-                    f'<details id="{ids[-1]}" class="body"><summary>{escape(body.name)}, a body '
-                    f"of {escape(node.name)}</summary>{''.join(inner)}</details>"
+                    f'<details id="{ids[-1]}" class="body"><summary>{escape(body.name)} of '
+                    f"{escape(node.name)}</summary>{''.join(inner)}</details>"
                 )
             if ids:
                 nodes.setdefault(node.name, {})["bodies"] = ids
