@@ -23,6 +23,21 @@ def with_torch_check(x: Tensor) -> Tensor:
     return x.sqrt()
 
 
+def with_item(x: Tensor) -> Tensor:
+    assert (x > 0).all().item(), "expected a positive number"
+    return x.sqrt()
+
+
+def with_torch_check_of_an_item(x: Tensor) -> Tensor:
+    torch._check(not (x <= 0).any().item(), lambda: "expected a positive number")
+    return x.sqrt()
+
+
+def with_check_value(x: Tensor) -> Tensor:
+    torch._check_value(not (x <= 0).any(), lambda: "expected a positive number")
+    return x.sqrt()
+
+
 def with_torch_check_of_a_tensor(x: Tensor) -> Tensor:
     torch._check(bool(x > 0) if type(x) is Tensor else x > 0, lambda: "expected a positive number")
     return x.sqrt()

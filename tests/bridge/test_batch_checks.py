@@ -17,11 +17,14 @@ from tests.bridge.checked_functions import (
     with_assert,
     with_async,
     with_check_of_all,
+    with_check_value,
     with_covariance,
     with_distribution,
+    with_item,
     with_raise,
     with_torch_check,
     with_torch_check_of_a_tensor,
+    with_torch_check_of_an_item,
 )
 from tsfunc import MetaTensorType, cond, grad, jvp, specialize, vmap
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS
@@ -34,6 +37,9 @@ CHECKED: dict[str, tuple[Function, type[Exception]]] = {
     "assert": (with_assert, AssertionError),
     "raise": (with_raise, ValueError),
     "torch._check": (with_torch_check, RuntimeError),
+    "an item": (with_item, AssertionError),
+    "torch._check of an item": (with_torch_check_of_an_item, RuntimeError),
+    "torch._check_value": (with_check_value, ValueError),
     "torch._check of a tensor": (with_torch_check_of_a_tensor, RuntimeError),
     "torch._check_tensor_all": (with_check_of_all, RuntimeError),
     "torch._assert_async": (with_async, RuntimeError),
@@ -118,6 +124,18 @@ def test_chunks_count_the_examples_of_the_call() -> None:
         vmap(with_assert, chunk_size=2)(x)
     if sys.version_info >= (3, 11):
         assert notes(caught.value) == ["The check failed for 1 of 2 examples: 3"]
+
+
+def test_a_check_of_a_number_that_is_read_names_the_way_to_write_it() -> None:
+    def f(x: Tensor) -> Tensor:
+        torch._check(x.sum().item() > 2, lambda: "expected a positive number")
+        return x
+
+    with pytest.raises(DataDependentError, match=r"In a check, leave out \.item\(\)"):
+        vmap(f)(torch.ones(2, 3))
+    with pytest.raises(DataDependentError) as caught:
+        vmap(lambda x: x * x.sum().item())(torch.ones(2, 3))
+    assert "In a check" not in str(caught.value)
 
 
 def test_an_error_that_the_function_catches_must_be_every_examples() -> None:

@@ -65,14 +65,19 @@ def _no_positive(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("f", "good", "message"),
-    [(_positive, 1.0, "item_default does not"), (_no_positive, -1.0, "not item_default does not")],
+    ("f", "good", "error", "message"),
+    [
+        (_positive, 1.0, FailedCheckError, "item_default does not"),
+        (_no_positive, -1.0, ValueError, "expected no positive numbers"),
+    ],
 )
-def test_a_bool_among_the_elements_that_is_checked(f: Any, good: float, message: str) -> None:
+def test_a_bool_among_the_elements_that_is_checked(
+    f: Any, good: float, error: type[Exception], message: str
+) -> None:
     g, x = specialize(f), torch.full((3,), good)
     assert g(x).equal(f(x))
     g.program.verify()
-    with pytest.raises(FailedCheckError, match=message):
+    with pytest.raises(error, match=message):
         g(-x)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tsfunc.dispatch.user_checks import raising_outcome, starts_trace
+from tsfunc.dispatch.user_checks import computes_check, raising_outcome, starts_trace
 
 
 class Asked:
@@ -16,9 +16,15 @@ class Asked:
     def __init__(self, value: bool) -> None:
         self.value = value
         self.refused: bool | None = None
+        self.computes_check = False
 
     def __bool__(self) -> bool:
         self.refused = raising_outcome(sys._getframe(1))
+        return self.value
+
+    def item(self) -> bool:
+        self.refused = raising_outcome(sys._getframe(1))
+        self.computes_check = computes_check(sys._getframe(1))
         return self.value
 
 
@@ -116,6 +122,92 @@ def test_handlers_of_torch_and_of_this_package_pass_errors_on(
     assert asked.refused == refused
 
 
+class torch:
+    @staticmethod
+    def _check(condition: bool, message: Callable[[], str] | None = None) -> None:
+        pass
+
+    _check_value = _check
+
+
+def raises_for_item(x: Asked) -> int:
+    if not x.item():
+        raise ValueError
+    return 1
+
+
+def raises_for_not_item(x: Asked) -> int:
+    if x.item():
+        raise ValueError
+    return 1
+
+
+def raises_for_bool(x: Asked) -> int:
+    if not bool(x):
+        raise ValueError
+    return 1
+
+
+def checks_bool(x: Asked) -> int:
+    torch._check(bool(x), lambda: "a message")
+    return 1
+
+
+def checks_item(x: Asked) -> int:
+    torch._check_value(x.item(), lambda: "a message")
+    return 1
+
+
+def checks_not(x: Asked) -> int:
+    torch._check(not x)
+    return 1
+
+
+def checks_not_item(x: Asked) -> int:
+    torch._check(not x.item())
+    return 1
+
+
+def checks_not_bool(x: Asked) -> int:
+    torch._check(not bool(x))
+    return 1
+
+
+def checks_not_not(x: Asked) -> int:
+    torch._check(not (not x))  # noqa: SIM208
+    return 1
+
+
+def checks_with_keyword(x: Asked) -> int:
+    torch._check(bool(x), message=lambda: "a message")
+    return 1
+
+
+def checks_equal(x: Asked) -> int:
+    torch._check(x.item() == True)  # noqa: E712
+    torch._check(bool(x) == False, lambda: "a message")  # noqa: E712
+    return 1
+
+
+def raises_for_any(x: Asked) -> int:
+    if not any([x, True]):
+        raise ValueError
+    return 1
+
+
+def uses_item(x: Asked) -> int:
+    return int(x.item())
+
+
+def chooses_by_item(x: Asked) -> int:
+    return 1 if x.item() else 2
+
+
+def gives_item(x: Asked) -> int:
+    print(x.item(), not x.item())
+    return 1
+
+
 @pytest.mark.parametrize(
     ("func", "value", "refused"),
     [
@@ -128,6 +220,21 @@ def test_handlers_of_torch_and_of_this_package_pass_errors_on(
         (raises_perhaps, False, None),
         (is_caught, False, None),
         (is_caught_outside, False, None),
+        (raises_for_item, True, False),
+        (raises_for_not_item, False, True),
+        (raises_for_bool, True, False),
+        (checks_bool, True, False),
+        (checks_item, True, False),
+        (checks_not, False, True),
+        (checks_not_item, False, True),
+        (checks_not_bool, False, True),
+        (checks_not_not, True, False),
+        (checks_with_keyword, True, False),
+        (checks_equal, True, None),
+        (raises_for_any, False, None),
+        (uses_item, True, None),
+        (chooses_by_item, True, None),
+        (gives_item, True, None),
     ],
 )
 def test_the_value_that_raises(
@@ -143,3 +250,43 @@ def test_where_both_sides_raise_it_is_a_choice() -> None:
     with pytest.raises(ValueError):
         run(raises_both_ways, asked)
     assert asked.refused is None
+
+
+def compares_item(x: Asked) -> int:
+    if x.item() > 5:
+        raise ValueError
+    return 1
+
+
+def checks_product(x: Asked) -> int:
+    torch._check(3 * x.item() + 1 < 10, lambda: "a message")
+    return 1
+
+
+def chooses_by_product(x: Asked) -> int:
+    return 1 if 3 * x.item() > 5 else 2
+
+
+def prints_product(x: Asked) -> int:
+    print(3 * x.item())
+    torch._check(True)
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        (compares_item, True),
+        (checks_product, True),
+        (chooses_by_product, False),
+        (prints_product, False),
+        (uses_item, False),
+    ],
+)
+def test_a_condition_that_is_computed_of_a_number(
+    func: Callable[[Asked], int], expected: bool
+) -> None:
+    asked = Asked(True)
+    run(func, asked)
+    assert asked.refused is None
+    assert asked.computes_check == expected

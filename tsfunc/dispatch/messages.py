@@ -96,9 +96,18 @@ NUMPY_ADVICE = (
 )
 
 
-def read_of_batch(name: str, level: Level) -> str:
-    """Return the message for a Python value that is read from a batched tensor."""
+def read_of_batch(name: str, level: Level, *, in_check: bool = False) -> str:
+    """Return the message for a Python value that is read from a batched tensor.
+
+    Args:
+        in_check: True if the condition of a check is computed of the value.
+    """
     ways = f"{SPLIT}. {_advice(user_location())}"
+    if in_check and name == "item":
+        ways = (
+            f"In a check, leave out .item(): `assert x.sum() > 2` and "
+            f"`torch._check(bool(x.sum() > 2))` test every example. {ways}"
+        )
     if name in ("__bool__", "is_nonzero"):
         return (
             f"{level.name}, at {user_location()}: It looks like you're attempting to use a Tensor "

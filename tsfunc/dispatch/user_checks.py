@@ -5,9 +5,9 @@ NOTE [checks of arguments]
 choose between two results: one outcome of the test raises. A program that is traced past such a
 check therefore holds for all arguments that pass it. The raising outcome is read off the bytecode
 after the test: it reaches a ``raise`` without a branch, a return, or a store that is visible
-outside the function; ``torch._check(bool(x))`` raises for False. The answer is None if the test, or
-a call on the way to it, is inside a ``try`` with an ``except`` clause, which may catch the
-exception.
+outside the function; ``torch._check(bool(x))`` raises for False. A test may be of the result of a
+call: ``assert x.all().item()``. The answer is None if the test, or a call on the way to it, is
+inside a ``try`` with an ``except`` clause, which may catch the exception.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _STEPS = 200  # the most instructions between a test and its raise
 _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", "SETUP_", "RERAISE")
+_CACHES = 5  # the most of an instruction, before the next
+_CALLS = ("CALL", "PRECALL")
+_CHECKS = frozenset(
+    {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented"}
+)
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
@@ -30,43 +35,132 @@ def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None
     """Return the outcome for which the test of a frame raises; None if the test is not a check.
 
     Args:
-        frame: a frame whose last instruction tests the truth of a value.
+        frame: a frame whose last instruction tests the truth of a value, or calls what returns the
+            truth of a value (``bool(x)``, ``x.item()``) and tests it next.
         catchable: True to count a test even if an ``except`` clause may catch the error.
     """
-    code = frame.f_code
-    steps, index_of_offset = _instructions(code)
-    at = index_of_offset.get(frame.f_lasti)
+    steps, index_of_offset = _instructions(frame.f_code)
+    at = _last_step(frame)
     if at is None:
         return None
-    if _is_checked(steps, at):
-        return False if catchable or not may_be_caught(frame) else None
-    if steps[at].opname == "TO_BOOL":  # a step of its own since Python 3.13
-        at += 1
+    end, negated = _truth(steps, at)
+    if end is not None and _is_checked(steps, end):
+        outcome: bool | None = False
+    else:
+        outcome = _outcome(steps, index_of_offset, at if end is None else end + 1)
+    if outcome is None or (not catchable and may_be_caught(frame)):
+        return None
+    return outcome is not negated
+
+
+def _truth(steps: tuple[dis.Instruction, ...], at: int) -> tuple[int | None, bool]:
+    """Return the step that leaves the truth of a value on the stack, and if it is negated.
+
+    The step is None if the truth goes into a jump at once.
+    """
+    end = None
+    if _calls_truth(steps, at):
+        end = _end_of_call(steps, at)
+        at = end + 1
+    negated = False
+    while True:
+        following = at + (steps[at].opname == "TO_BOOL")  # a step of its own since Python 3.13
+        if steps[following].opname != "UNARY_NOT":
+            is_last = following > at and not steps[following].opname.startswith("POP_JUMP")
+            return (at if is_last else end), negated
+        end, at, negated = following, following + 1, not negated
+
+
+def computes_check(frame: FrameType) -> bool:
+    """True if the condition of a check is computed of the result of a frame's last instruction."""
+    steps, index_of_offset = _instructions(frame.f_code)
+    at = _last_step(frame)
+    if at is None or not steps[at].opname.startswith(_CALLS):
+        return False
+    for i in range(_end_of_call(steps, at), min(len(steps), at + _STEPS)):
+        if steps[i].opname.startswith("POP_JUMP"):
+            return _outcome(steps, index_of_offset, i) is not None
+        if _is_checked(steps, i):
+            return True
+        if any(end in steps[i].opname for end in _ENDS) or steps[i].opname == "POP_TOP":
+            return False
+    return False
+
+
+def _outcome(
+    steps: tuple[dis.Instruction, ...], index_of_offset: dict[int, int], at: int
+) -> bool | None:
+    """Return the outcome for which the test at a step raises."""
+    at += steps[at].opname == "TO_BOOL"
     name = steps[at].opname
     if not (name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))):
         return None
     jumps_if = name.endswith("TRUE")
     raises_at_jump = _raises(steps, index_of_offset.get(steps[at].argval))
     raises_next = _raises(steps, at + 1)
-    if raises_at_jump == raises_next or (not catchable and may_be_caught(frame)):
+    if raises_at_jump == raises_next:
         return None
     return jumps_if if raises_at_jump else not jumps_if
 
 
-def _is_checked(steps: tuple[dis.Instruction, ...], at: int) -> bool:
-    """True if a step calls ``bool`` for the first argument of ``torch._check``."""
-    if not steps[at].opname.startswith(("CALL", "PRECALL")):
+def _end_of_call(steps: tuple[dis.Instruction, ...], at: int) -> int:
+    """Return the last step of a call. In Python 3.11 it has two, and either makes it."""
+    return at + (steps[at].opname == "PRECALL")
+
+
+def _calls_truth(steps: tuple[dis.Instruction, ...], at: int) -> bool:
+    """True if a step calls ``bool(x)``, ``x.item()`` or ``x.is_nonzero()``."""
+    if not steps[at].opname.startswith(_CALLS):
         return False
-    # In Python 3.11 a call has two steps, and either makes it.
-    at -= 1 + (steps[at].opname == "CALL" and steps[at - 1].opname == "PRECALL")
-    depth = 0
-    for i in range(at, 0, -1):  # back to the load of `bool`, which has one value on top of it
-        step = steps[i]
-        if depth == 1 and step.argval == "bool" and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            before = [x.argval for x in steps[:i] if x.opname != "PUSH_NULL"]
-            return before[-2:] == ["torch", "_check"]
-        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+    end = _end_of_call(steps, at)
+    method = steps[end - 1 - (steps[end - 1].opname == "PRECALL")]
+    if method.argval in ("item", "is_nonzero") and method.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return True
+    start = _start(steps, end)
+    return (
+        start is not None
+        and "bool"
+        in [
+            step.argval
+            for step in steps[start : start + 2]
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        ][:1]
+    )
+
+
+def _is_checked(steps: tuple[dis.Instruction, ...], at: int) -> bool:
+    """True if a step's result is the first argument of one of torch's functions for checks."""
+    start = _start(steps, at)
+    if start is None:
+        return False
+    before = [step.argval for step in steps[:start] if step.opname != "PUSH_NULL"]
+    return before[-2:-1] == ["torch"] and before[-1] in _CHECKS and _is_argument(steps, start, at)
+
+
+def _is_argument(steps: tuple[dis.Instruction, ...], start: int, at: int) -> bool:
+    """True if an expression from one step to another is a whole argument of a call."""
+    for i in range(at + 1, min(len(steps), at + _STEPS)):
+        if steps[i].opname.startswith("CALL") and (_start(steps, i) or 0) < start:
+            end: int | None = i - 1
+            while end is not None and end > at:  # back over the arguments behind it
+                names = steps[i].opname.endswith("_KW") and end == i - 1
+                if names or steps[end].opname in ("PRECALL", "KW_NAMES"):
+                    end -= 1
+                else:
+                    first = _start(steps, end)
+                    end = None if first is None else first - 1
+            return end == at
     return False
+
+
+def _start(steps: tuple[dis.Instruction, ...], at: int) -> int | None:
+    """Return the first step of the expression whose value a step leaves on the stack."""
+    depth = 0
+    for i in range(at, -1, -1):
+        depth += dis.stack_effect(steps[i].opcode, steps[i].arg, jump=False)
+        if depth == 1:
+            return i
+    return None
 
 
 @functools.lru_cache(maxsize=512)
@@ -74,6 +168,13 @@ def _instructions(code: CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int
     """Return the instructions of a function, and the index of each by its offset."""
     steps = tuple(dis.get_instructions(code))
     return steps, {step.offset: i for i, step in enumerate(steps)}
+
+
+def _last_step(frame: FrameType) -> int | None:
+    """Return the instruction that a frame runs, which may be a call with caches behind it."""
+    index_of_offset = _instructions(frame.f_code)[1]
+    before = range(frame.f_lasti, max(frame.f_lasti - 2 * _CACHES, 0) - 1, -2)
+    return next((index_of_offset[at] for at in before if at in index_of_offset), None)
 
 
 def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:

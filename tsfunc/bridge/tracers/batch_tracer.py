@@ -17,9 +17,15 @@ from tsfunc.bridge.tracers.nesting import tracer_of
 from tsfunc.bridge.tracers.operators import TorchOperator, map_items
 from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped
-from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
+from tsfunc.bridge.tracers.user_queries import (
+    caller_of_handlers,
+    environment_of,
+    forwards_call,
+    suppress_guards_of,
+)
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
+from tsfunc.dispatch.user_checks import computes_check
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
@@ -350,16 +356,22 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel) 
         )  # fmt: skip
 
 
+_TESTS = frozenset({"__bool__", "is_nonzero"})
+
+
 def read_value(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
-        if name in ("__bool__", "is_nonzero") and tracer.numel() == 1:
+        # The item of a bool is the truth of its value.
+        is_test = name in _TESTS or (name == "item" and tracer.dtype is torch.bool)
+        if is_test and tracer.numel() == 1:
             for outcome_of in hooks.outcome_of_check.functions:
                 outcome = outcome_of(tracer)
                 if outcome is not None:
                     return outcome
-        raise DataDependentError(messages.read_of_batch(name, level))
+        in_check = computes_check(caller_of_handlers())
+        raise DataDependentError(messages.read_of_batch(name, level, in_check=in_check))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_empty_batch(name, level))
     bdim, value = tracer.bdim, tracer.value
