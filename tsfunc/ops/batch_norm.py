@@ -108,6 +108,18 @@ def batch_norm(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     return _normalize(lambda *t: op(*t, *args[5:]), level, bdims[:5], args[:5], args[5], args[6])
 
 
+@row("aten::batch_norm")
+@refuse_like_torch
+def batch_norm_alone(
+    op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
+) -> Any:
+    """Batch norm whose statistics are not returned."""
+    (out,), (bdim,) = _normalize(
+        lambda *t: (op(*t, *args[5:]),), level, bdims[:5], args[:5], args[5], args[6]
+    )
+    return out, bdim
+
+
 @row("aten::_native_batch_norm_legit.no_stats")
 @refuse_like_torch
 def batch_norm_no_stats(

@@ -53,14 +53,15 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Unwrap the arguments, find the batching rule of ``op`` and run it on the values."""
     level = _running_level()
-    if level.splitter is not None and isinstance(op, TorchOperator):
-        for position in op.written:
+    written = op.written_by_call(args) if isinstance(op, TorchOperator) else ()
+    if level.splitter is not None:
+        for position in written:
             before_write(level, args[position : position + 1])
     if level.detaches_operands:
         args = [map_items(detached_operand, arg) for arg in args]
         kwargs = {name: map_items(detached_operand, arg) for name, arg in kwargs.items()}
     _, values, kinds = unwrap_args(args, level)
-    for position in op.written if isinstance(op, TorchOperator) else ():
+    for position in written:
         for value in tensors_in(values[position : position + 1]):
             update_history(value)
     bdims = bdims_of(kinds, values)

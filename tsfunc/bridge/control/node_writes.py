@@ -19,7 +19,6 @@ from tsfunc.bridge.tracers.operators import (
     STATISTICS,
     TorchOperator,
     objects_in,
-    updates_statistics,
 )
 from tsfunc.bridge.writing.storages import memory_of
 
@@ -102,8 +101,7 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
     if not isinstance(op, TorchOperator) or not (op.writes or op.name in STATISTICS):
         return []
     values = [value for argument, value in op.signature.bind((), node.kwargs) if argument.writes]
-    if op.name not in STATISTICS or updates_statistics(op.name, node.args):
-        values += [node.args[i] for i in op.written if i < len(node.args)]
+    values += [node.args[i] for i in op.written_by_call(node.args) if i < len(node.args)]
     return [*objects_in(torch.fx.Node, values)]
 
 

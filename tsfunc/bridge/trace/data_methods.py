@@ -51,12 +51,15 @@ def _batch_norm(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
 
     The kernel takes the momentum as a number. With 1 it writes the statistics of the batch.
     """
+    args = operator_of(torch.ops.aten.batch_norm.default).signature.in_order(args, kwargs)
+    if len(args) < 7 or not isinstance(args[6], torch.SymFloat):
+        return NotImplemented
     x, weight, bias, mean, variance, training, momentum, *rest = args
-    if not isinstance(momentum, torch.SymFloat) or not training or mean is None or kwargs:
+    if not training or mean is None:
         return NotImplemented
     statistics = mean.clone(), variance.clone()
     out = func(x, weight, bias, *statistics, True, 1.0, *rest)
-    decay: Any = 1.0 - momentum  # type: ignore[operator]
+    decay: Any = 1.0 - momentum
     with torch.no_grad():
         for running, of_batch in zip((mean, variance), statistics, strict=True):
             running.mul_(decay).add_(of_batch * momentum)
@@ -74,7 +77,10 @@ def _float(value: Any) -> Any:
 vars(torch.nn.modules.batchnorm)["float"] = _float
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _batch_norm, torch.batch_norm)
+function_rules.add(
+    Stage.METHOD, _batch_norm, torch.batch_norm,
+    left_to_torch=lambda kinds: len(kinds) > 6 and kinds[6] is float,
+)  # fmt: skip
 function_rules.add(
     Stage.METHOD, _as_symbolic_bool(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
 )

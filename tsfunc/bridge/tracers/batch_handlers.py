@@ -105,12 +105,14 @@ def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
     )
 
 
-def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> CallPlanTable | None:
+def _plans_of_overload(
+    overload: Any, args: Args, kwargs: Mapping[str, Any]
+) -> CallPlanTable | None:
     """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
     op = operator_of(overload)
     if op.direct_rule is None:
         return None
-    if op.written and not op.inplace:
+    if not op.inplace and op.written_by_call(args):
         return None  # a written tensor becomes a tracer first (``writes``)
     return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
 
@@ -119,7 +121,7 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a call of the function handler by its plan; NotImplemented leaves it to the table."""
     overload = type(func) is OpOverload
     plans: Any = (
-        _plans_of_overload(func, kwargs) if overload else FUNCTION_PLANS.get(func, _UNKNOWN)
+        _plans_of_overload(func, args, kwargs) if overload else FUNCTION_PLANS.get(func, _UNKNOWN)
     )
     if plans is _UNKNOWN:
         plans = plans_of_function(func)
@@ -139,12 +141,16 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
         plan = plans.recorded.get(key) or plans.make_recorded(func, args, kwargs, kinds, key)
+        if plan.training is not None and values[plan.training] is not False:
+            return NotImplemented
         recordable = state.remap_args is None and _is_recordable(plan, level, args, values)
         return _call_recorded(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
     plan = plans.plans.get(key) or plans.make(func, args, kwargs, kinds, key)
     step = plan.step
+    if plan.training is not None and values[plan.training] is not False:
+        return NotImplemented
     if state.remap_args is not None and step is not _TABLE:
         remapped = state.remap_args(func, args, kwargs)
         if remapped is not None:
@@ -152,8 +158,6 @@ def call_by_plan(func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
             return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
     if plan.writes and level.splitter is not None:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
-    if plan.training is not None and values[plan.training] is not False:
-        return NotImplemented
     direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and _fits(plan, values))
     bdims = plan.bdims
     if not direct:

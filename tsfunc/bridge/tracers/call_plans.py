@@ -101,8 +101,8 @@ class CallPlan:
             positions (``plan_conditions.are_positions``).
         may_go_to_torch: True if the compiled handlers may call torch in place of the rule. The
             operators that torch then calls have their own plans.
-        training: the position of the argument that must be False, because a random function in
-            training has no plan; or None.
+        training: the position of the argument that must be False, because the function has no plan
+            in training, in which it draws numbers or updates statistics; or None.
         form: the conversion of the arguments to an operator's schema, or None.
         writes: True if the call writes to its first argument, a batched tracer, and returns it.
     """
@@ -258,6 +258,12 @@ def _training_argument(function: Any) -> int | None:
     return operator_of(packet.default).training_argument if random else None
 
 
+def _training_of_rule(stage: Stage, function: Any) -> int | None:
+    """Return the position of the argument without which a function rule is not needed, or None."""
+    rule = registry.find(stage, function)
+    return None if rule is None else rule.training
+
+
 def _serves_numbers(function: Any) -> bool:
     """True if the function's method serves only calls in which a tensor stands for a number."""
     rule = registry.find(Stage.METHOD, function)
@@ -318,6 +324,7 @@ def _function_plan(
         return plan
     if writes or (function in METHODS and not table.may_parse):
         plan = _below_plan(function, args, kwargs, kinds)
+        writes = writes and _training_of_rule(Stage.WRITE, function) is None
         plan.writes = plan.may_go_to_torch and writes and type(kinds[0]) is int
         if plan.writes:
             _shift_function(plan, function, kwargs, kinds)
@@ -424,15 +431,19 @@ def _plan_of_torch(
     (NOTE [operands of outer levels]).
     """
     count = len(kinds) - len(kwargs)
+    training: int | None = None
     for stage, rules in ((Stage.METHOD, METHODS), (Stage.WRITE, WRITERS)):
         if function in rules and not _is_left_to_torch(stage, function, kinds):
-            return TABLE
+            training = _training_of_rule(stage, function)
+            if training is None or training >= count:
+                return TABLE
     if not _no_tensors(kinds[count:]):
         return TABLE
     for kind in kinds[:count]:
         if not is_plain(kind) or not TRACERS.isdisjoint(_leaf_kinds([kind])):
             return TABLE
     plan = CallPlan(step)
+    plan.training = training
     plan.torch_form = _torch_form(function, args, kwargs)
     _note_conditions(plan, function, kinds)
     plan.plain_positions = _plain_positions(kinds[:count])

@@ -78,6 +78,8 @@ class FunctionRule:
             others are left to torch.
         positions: True if tracers in the second argument of a call that is left to torch must be
             positions: integers with at least one dim.
+        training: the position of an argument; there is nothing to prepare at the stage WRITE in
+            calls in which it is False.
     """
 
     function: Any
@@ -90,6 +92,7 @@ class FunctionRule:
     shifts: tuple[int, ...] | None = None
     symbolic: bool = False
     positions: bool = False
+    training: int | None = None
 
     @property
     def name(self) -> str:
@@ -120,6 +123,7 @@ class FunctionRules:
         shifts: tuple[int, ...] | None = None,
         symbolic: bool = False,
         positions: bool = False,
+        training: int | None = None,
     ) -> None:
         """Declare one rule for several callables.
 
@@ -129,7 +133,7 @@ class FunctionRules:
         for function in functions:
             function_rule = FunctionRule(
                 function, stage, rule, view, options, numbers, left_to_torch, shifts, symbolic,
-                positions,
+                positions, training,
             )  # fmt: skip
             _refuse_second(self.declared, function_rule)
             self.declared[stage, function] = function_rule

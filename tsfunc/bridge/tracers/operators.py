@@ -211,6 +211,12 @@ class TorchOperator(Operator):
             return getattr(torch.Tensor, self.packet, self.overload._op)
         return python_function(self)[0] or self.overload._op
 
+    def written_by_call(self, args: Args) -> tuple[int, ...]:
+        """Return the positions of the arguments that a call with these arguments writes to."""
+        if self.name in STATISTICS and not updates_statistics(self.name, args):
+            return ()
+        return self.written
+
     def written_argument(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the first argument of an in-place call, in its new shape if it has one."""
         if self.reshapes:  # autograd has seen the call already

@@ -113,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.recordable.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
             raise _NotRecordable(op.name)
-        written = tensors_in([args[i] for i in op.written if i < len(args)])
+        written = tensors_in([args[i] for i in op.written_by_call(args) if i < len(args)])
         if not self.argument_memories.isdisjoint(map(_storage_of, written)):
             raise _NotRecordable(op.name)  # the recording would write to the user's tensors
         out = func(*args, **kwargs)
@@ -162,7 +162,7 @@ def record_recipes(
     """
     assert plan.rule is not None
     assert plan.operator is not None
-    if plan.operator.written and not plan.writes:  # running statistics
+    if plan.operator.written_by_call(args) and not plan.writes:  # running statistics
         return None
     recorder = _Recorder((*args, *kwargs.values()), nested, writable=plan.writes)
     level = cast(RuleLevel, _BatchSize(batch_size))

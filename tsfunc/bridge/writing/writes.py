@@ -23,9 +23,9 @@ from tsfunc.bridge.tracers.grad_level import GradLevel
 from tsfunc.bridge.tracers.operators import (
     PLAIN_TENSORS,
     STATISTICS,
+    TorchOperator,
     operator_of,
     tensors_in,
-    updates_statistics,
 )
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.module_state import note_write
@@ -229,7 +229,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
     if isinstance(func, OpOverload):
         op = operator_of(func)
         if op.name in STATISTICS:
-            return _running_statistics(func, args)
+            return _running_statistics(op, op.signature.in_order(args, kwargs))
         written = [args[i] for i in op.written if i < len(args)]
         arguments = op.signature.arguments
         named = [arguments[i].name for i in op.written if i >= len(args)]
@@ -238,7 +238,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
         return [kwargs["out"]]
     prepare = WRITERS.get(func)
     if prepare is _statistics:
-        return _running_statistics(func, args)
+        op = _operator_with_statistics(func)
+        return _running_statistics(op, op.signature.in_order(args, kwargs))
     writes_first = prepare is _first or (
         isinstance(func, OpOverloadPacket) and func.__name__.endswith("_")
     )
@@ -297,16 +298,22 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
     The new value of each running statistic depends on ``x`` and on its old value.
     """
-    for running in _running_statistics(func, args):
-        values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
+    op = operator_of(func) if isinstance(func, OpOverload) else _operator_with_statistics(func)
+    ordered = op.signature.in_order(args, kwargs)
+    for running in _running_statistics(op, ordered):
+        values, words = (ordered[0], running), _STATISTICS_IN_TORCH_FUNC
         prepare_write(func.__name__, running, values, recorded=False, words=words)
 
 
-def _running_statistics(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+def _operator_with_statistics(func: Callable[..., Any]) -> TorchOperator:
+    """Return the operator of ``torch.batch_norm`` or ``torch.instance_norm``."""
+    return operator_of(getattr(torch.ops.aten, func.__name__).default)
+
+
+def _running_statistics(op: TorchOperator, args: Sequence[Any]) -> Sequence[Any]:
     """Return the written running statistics: none if they are empty or the momentum is 0."""
-    if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
-        return ()
-    return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
+    running = [args[i] for i in op.written_by_call(args)]
+    return [x for x in running if isinstance(x, torch.Tensor) and x.numel() > 0]
 
 
 def _writers() -> set[Callable[..., Any]]:
@@ -327,13 +334,21 @@ def _is_of_the_level(kinds: Sequence[Any]) -> bool:
     return kinds[0] is None or type(kinds[0]) is int
 
 
+def _has_no_statistics(kinds: Sequence[Any]) -> bool:
+    """True if the running statistics are None."""
+    return len(kinds) > 4 and kinds[3] is kinds[4] is type(None)
+
+
 function_rules: Final = FunctionRules()
 function_rules.add(
     Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_}),
     left_to_torch=_is_of_the_level,
 )  # fmt: skip
 function_rules.add(Stage.WRITE, _prepare_draw, torch.Tensor.bernoulli_)
-function_rules.add(Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm)
+function_rules.add(
+    Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm,
+    left_to_torch=_has_no_statistics, training=5,
+)  # fmt: skip
 function_rules.add(Stage.WRITE, _prepare_out, "out")
 function_rules.add(Stage.WRITE, _operator, OpOverload)
 function_rules.add(Stage.WRITE, _packet, OpOverloadPacket)

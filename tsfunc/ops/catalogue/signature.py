@@ -136,6 +136,15 @@ class OperatorSignature:
                 )
             yield rest[name], value
 
+    def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of a call in the order of the schema.
+
+        Raises:
+            TypeError: as :meth:`bind`.
+        """
+        given = {argument.name: value for argument, value in self.bind(args, kwargs)}
+        return [given[a.name] for a in self.arguments if a.name in given]
+
     def __str__(self) -> str:
         shown = [f"{a.type} {a.name}" for a in self.arguments]
         return f"{self.name}({', '.join(shown)}) -> ({', '.join(self.returns)})"
