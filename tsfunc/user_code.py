@@ -29,6 +29,7 @@ function is that of its globals, since ``functools.wraps`` changes ``__module__`
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import itertools
@@ -38,7 +39,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -360,6 +361,11 @@ def fold_traceback(
     public = frame and frame.f_back
     if _is_below_boundary(public and public.f_back):
         return
+    call, message = vars(error).get(_REFUSED_CALL, ("", None))
+    if message is not None:
+        setattr(error, _REFUSED_CALL, (call, None))  # the values of the call end
+        alone = message()
+        error.args = error.args if alone is None else (alone,)
     if config.traceback == "full" or _is_defect(error):
         return
     if type(error) in (AttributeError, TypeError) and error.args:
@@ -479,10 +485,13 @@ def _frame_at(location: Location) -> Step:
 
 # --- the note
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _REFUSED_CALL = "_refused_call"  # an attribute of errors
 
 
-def keep_refused_call(error: Exception, call: Callable[[], str]) -> None:
+def keep_refused_call(
+    error: Exception, call: Callable[[], str], message: Callable[[], str | None]
+) -> None:
     """Keep the text of a call that torch refused, for the note: ``dot was called on ...``.
 
     The call is the last one that is given, which the user's line makes. An error of the user's code
@@ -490,8 +499,17 @@ def keep_refused_call(error: Exception, call: Callable[[], str]) -> None:
     """
     if type(error).__module__ != "builtins" or "inside of vmap" in str(error).lower():
         return
-    if not any(is_user_frame(frame) for frame, _, _ in _steps_of(error.__traceback__)):
-        setattr(error, _REFUSED_CALL, call())
+    steps = [*_steps_of(error.__traceback__)]
+    if not any(is_user_frame(frame) for frame, _, _ in steps):
+        setattr(error, _REFUSED_CALL, (call(), None if _raises_here(steps[-1:]) else message))
+
+
+def _raises_here(last: Sequence[Step]) -> bool:
+    """True if the last step of a traceback is a ``raise`` of this package."""
+    return any(
+        frame.f_code.co_filename.startswith(_OURS) and frame.f_code.co_code[at] == _RAISE
+        for frame, at, _ in last
+    )
 
 
 def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
@@ -520,7 +538,7 @@ def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[s
     if not where and (arguments_text := hooks.describe_arguments.provided(arguments().items())):
         where = f", called with {arguments_text}"
     at = f"the operator was traced at {recorded}\n" if recorded else ""
-    call = vars(error).get(_REFUSED_CALL)
+    call, _ = vars(error).get(_REFUSED_CALL, ("", None))
     refused = f"for each example, {call}\n" if call else ""
     error.add_note(
         f"raised in {spelling}{where}\n{refused}{at}"

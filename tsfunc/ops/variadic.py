@@ -17,6 +17,7 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap_dim,
 )
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Args, BatchDims, Kwargs, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shift_arguments
 
@@ -76,6 +77,8 @@ def stack(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
 @row("aten::block_diag")
 def block_diag(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Pad each block to the width of the result and concatenate the blocks."""
+    if any(logical_rank(x, bdim) > 2 for x, bdim in zip(args[0], bdims[0], strict=True)):
+        return raise_as_one_example(op, bdims, args, kwargs)
     tensors = batches_first(args[0], bdims[0], level.batch_size)
     blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
     width: Any = sum([x.shape[2] for x in blocks])

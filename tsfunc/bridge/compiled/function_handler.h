@@ -220,18 +220,27 @@ Owned call_by_plan(
   return to_torch_or_method(plan.get(), true);
 }
 
-// Give the Python error that is set the text of the call that torch has refused.
-void keep_refused_call(PyObject* func, PyObject* const* args, size_t count) {
+// Give the Python error that is set the call that torch has refused.
+void keep_refused_call(
+    PyObject* func, PyObject* const* args, size_t positional, PyObject* kwnames) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
   if (trace != nullptr) PyException_SetTraceback(error, trace);
-  Owned given(PyTuple_New(count));
-  for (size_t i = 0; given && i < count; ++i)
+  Owned given(PyTuple_New(positional));
+  for (size_t i = 0; given && i < positional; ++i)
     PyTuple_SET_ITEM(given.get(), i, Py_NewRef(args[i]));
+  Owned named(PyDict_New());
+  Py_ssize_t count = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
+  for (Py_ssize_t i = 0; named && i < count; ++i) {
+    if (PyDict_SetItem(named.get(), PyTuple_GET_ITEM(kwnames, i), args[positional + i]) != 0)
+      named = Owned();
+  }
   Owned done(
-      given ? PyObject_CallFunctionObjArgs(names.keep_refused_call, error, func, given.get(), nullptr)
-            : nullptr);
+      given && named
+          ? PyObject_CallFunctionObjArgs(
+                names.keep_refused_call, error, func, given.get(), named.get(), nullptr)
+          : nullptr);
   if (!done) PyErr_Clear();
   PyErr_Restore(type, error, trace);
 }
@@ -244,8 +253,7 @@ Owned call_function(
     return call_by_plan(func, args, positional, kwnames);
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
-    keep_refused_call(
-        func, args, positional + (kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames)));
+    keep_refused_call(func, args, positional, kwnames);
     raise();
   }
 }

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from tsfunc import hooks, pytrees
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.config import config
 from tsfunc.ops.dims import function_name
 from tsfunc.user_code import (
@@ -124,7 +125,7 @@ def _tensor_text(value: torch.Tensor) -> str:
 
 
 def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = None) -> None:
-    """Keep the call of an example that torch refused, for the note of the error."""
+    """Keep the call of an example that torch refused, for the note of the error and its message."""
 
     def text() -> str:
         leaves = pytrees.leaves_of((args, kwargs or {}))
@@ -133,7 +134,46 @@ def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = N
         name = name.strip("_") if name.endswith("__") else name.lstrip("_")  # `add_` keeps its own
         return f"{name} was called on {types}"
 
-    keep_refused_call(error, text)
+    def refused_alone() -> str | None:
+        return _error_of_example(type(error), func, args, kwargs or {})
+
+    keep_refused_call(error, text, refused_alone)
+
+
+def _error_of_example(kind: type, func: Any, args: Any, kwargs: Any) -> str | None:
+    """Return the message of torch's error for the first example; None if there is no such error.
+
+    NOTE [messages of examples]
+    torch's message for a call of a rule has the sizes of all examples and counts their dims, and
+    may be that of another operator: ``dot`` runs as ``bmm``. The user reads the message that the
+    loop over the examples would raise. It is had by the call on copies of the first example, or on
+    zeros of its shape in a trace, once, when the error leaves the outermost transform.
+    """
+    try:
+        example, named = pytrees.tree_map(_first_example, (args, kwargs))
+    except Exception:  # there are no examples, or their sizes are not known
+        return None
+    try:
+        func(*example, **named)
+    except Exception as alone:
+        return str(alone) if type(alone) is kind else None
+    return None
+
+
+def _first_example(value: Any) -> Any:
+    """Return a copy of the first example's value of an argument of a call."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with DisableTorchFunctionSubclass():
+        inner, stack = unwrap_all(value)
+        records = value.requires_grad or inner.requires_grad
+        if type(inner) in (torch.Tensor, torch.nn.Parameter):
+            inner = stack.batch_dims_first(inner.detach())[(0,) * len(stack.batch_levels)]
+        else:  # of a trace
+            shape = tuple(map(int, value.shape))
+            inner = torch.zeros(shape, dtype=value.dtype, device=value.device)
+        # A copy that is not a leaf of autograd may be written to.
+        return inner.requires_grad_(records).clone()
 
 
 def _size_text(size: Any) -> str:
