@@ -43,6 +43,20 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape)
 
 
+RESAMPLINGS = (
+    "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d",
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa",
+    "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
+)
+
+
+def _resampling(kind: str, rank: int) -> list[Call]:
+    x = plain(2, 3, *(3, 2, 4)[:rank])
+    align = [] if "nearest" in kind else [False]
+    return [call(x, [4] * rank, *align, None), call(x, None, *align, [1.5] * rank)]
+
+
 def _norms() -> Any:
     x = wide(4, 3, 2)
     weight, bias = wide(3), wide(3)
@@ -251,6 +265,10 @@ BY_HAND: Mapping[str, Calls] = {
         call(plain(2, 2, 3), [2, 1, 3, 4], True),
         call(plain(1, 3, 4), [1, 1, 2, 3, 4], False),
     ],
+    **{
+        f"aten::{kind}.vec": functools.partial(_resampling, kind, rank)
+        for rank, kinds in enumerate(RESAMPLINGS, 1) for kind in kinds.split()
+    },
     "aten::mkldnn_rnn_layer": _rnn_layer,
     "aten::_embedding_bag_forward_only": lambda: [
         call(plain(5, 3), torch.tensor([0, 2, 1, 4]), torch.tensor([0, 3]))

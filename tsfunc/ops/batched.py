@@ -126,7 +126,7 @@ def upsample_backward(
     return unfold(op(grad, output_size, [n * size, *shape], *rest, **kwargs), size, True), 0
 
 
-rows(upsample, *_upsampling_names(""))
+rows(upsample, *_upsampling_names(""), *_upsampling_names(".vec"))
 rows(upsample_backward, *_upsampling_names("_backward"))
 
 

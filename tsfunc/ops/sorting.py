@@ -86,7 +86,7 @@ def _search(
     if rank == 1:
         x = flatten_logical(x)
     out = torch.searchsorted(sequence.contiguous(), x.contiguous(), **kwargs)
-    return out.view(shape), 0
+    return (out.view(shape) if rank == 1 else out), 0
 
 
 @row("aten::searchsorted.Tensor")
@@ -168,7 +168,7 @@ def one_hot(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
     if (type(count) is int and count < 1) or x.dtype is not torch.int64:
         return raise_as_one_example(op, bdims, args, kwargs)
     require(
-        ((x >= 0) & (x < count)).flatten(),
+        x == x.clamp(0, count - 1),
         f"Class values must be non-negative and smaller than num_classes ({count}).",
     )
     return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0

@@ -239,7 +239,7 @@ def plans_of_function(function: Any) -> CallPlanTable | None:
         and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
     )
     method = registry.find(Stage.METHOD, function)
-    below = method is not None and method.left_to_torch is not None
+    below = method is not None and (method.left_to_torch is not None or method.symbolic)
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
     planned = rule is not None or may_parse or composite or below
     table = CallPlanTable(None, rule, may_parse, composite) if planned else None
