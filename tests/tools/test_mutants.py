@@ -68,6 +68,15 @@ def test_nothing():
     Sum().of(1)
 """
 
+# As in ``tests/conftest.py``.
+CONFTEST = """
+import gc
+
+
+def pytest_collection_finish():
+    gc.freeze()
+"""
+
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -76,6 +85,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "numbers_of_mine/__init__.py": "",
         "numbers_of_mine/core.py": CODE,
         "test_it.py": TESTS,
+        "conftest.py": CONFTEST,
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -48,6 +48,7 @@ class Judge:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # the suite hides its objects from the collector, which lists the functions
         functions = functions_of(self._root, {mutant.file for mutant in self._mutants})
         gc.freeze()  # forks share these objects
         for mutant in self._mutants:
