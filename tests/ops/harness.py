@@ -87,7 +87,7 @@ def vary(x: Tensor, i: int) -> Tensor:
     return x.reshape(-1).roll(i).reshape(x.shape)
 
 
-def _paths(args: Sequence[Any]) -> list[tuple[int, int | None]]:
+def tensor_paths(args: Sequence[Any]) -> list[tuple[int, int | None]]:
     """Return the positions of the tensors: (argument, None) or (argument, index in its list)."""
     found: list[tuple[int, int | None]] = []
     for i, arg in enumerate(args):
@@ -217,7 +217,7 @@ def run_plan(row: Row, op: Any, made: Plan, kwargs: dict[str, Any], what: str) -
     compare(out, dims, expected, what)
     if inplace:
         assert out is physical[0], f"{what}: an in-place rule returns args[0]"
-    for path in _paths(before):
+    for path in tensor_paths(before):
         if not (inplace and path == (0, None)):
             old, new = _at(before, path), _at(physical, path)
             assert bool(((old == new) | (old != old)).all()), f"{what}: wrote {path}"
@@ -241,7 +241,7 @@ def check(
     row = find(op.name())
     assert row is not None and row.rule is not None, f"{op.name()} has no rule"
     rng = random.Random(seed)
-    paths = _paths(args)
+    paths = tensor_paths(args)
     ran = 0
     for choice in choices if choices is not None else subsets(len(paths)):
         if is_inplace(op) and 0 not in choice:

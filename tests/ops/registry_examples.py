@@ -378,15 +378,13 @@ ELSEWHERE: Mapping[str, Calls] = {
 UNTRIED: Mapping[str, str] = {
     "aten::convolution_overrideable": "a hook for backends that are not torch's own",
     "aten::convolution_backward_overrideable": "a hook for backends that are not torch's own",
-    "aten::_thnn_fused_lstm_cell": "its kernel and its fake kernel want a GPU",
-    "aten::_thnn_fused_gru_cell": "its kernel wants a GPU, and it has no fake one",
-    "aten::_thnn_fused_gru_cell_backward": "its kernel wants a GPU, and it has no fake one",
     "aten::mkldnn_max_pool2d": "it takes tensors of the layout mkldnn only",
     "aten::_fw_primal_copy": "it has a meaning within forward mode's own passes only",
     "aten::pin_memory": "memory is pinned for a GPU",
     "aten::_pin_memory": "memory is pinned for a GPU",
 }
 
+_STAND_INS = "tests/ops/test_kernels_elsewhere.py"
 
 # Rows whose calls depend on each other, or read all examples at once, and the test of each.
 RUN_BY_HAND: Mapping[str, str] = {
@@ -395,6 +393,13 @@ RUN_BY_HAND: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         rows_of("collectives.py"), "tests/distributed/test_functional.py::test_on_two_ranks"
+    ),
+    **dict.fromkeys(
+        ("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell"),
+        f"{_STAND_INS}::test_fused_cells_are_the_loop_over_their_examples",
+    ),
+    "aten::_thnn_fused_gru_cell_backward": (
+        f"{_STAND_INS}::test_gradients_of_fused_cells_are_the_loop_over_their_examples"
     ),
     "aten::_embedding_bag_backward": "tests/ops/test_embedding.py::test_embedding_bag",
     "aten::mkldnn_rnn_layer": "tests/ops/test_recurrent.py::test_lstm_layer",
