@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dispatch.helpers import Plain, Value, on_another_thread, unique
-from tsfunc import Tracer, TracerLevel, dispatch
+from tsfunc import Tracer, TracerLevel, dispatch, grad, specialize, vmap
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, fallthrough, state
 from tsfunc.errors import DispatchError
 
@@ -136,6 +136,28 @@ def test_run_at_a_level_needs_no_value_of_it() -> None:
         assert op.run_at(level, (3,), {}) is level
         with Level(HIGH) as inner:
             assert op.run_at(level, (Value(inner),), {}) is inner
+
+
+RECORDED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "plain": lambda f: f,
+    "specialize": specialize,
+    "vmap of grad": lambda f: vmap(grad(lambda x: f(x).sum())),
+    "vmap of grad of grad": lambda f: vmap(grad(grad(lambda x: f(x).sum()))),
+    "specialize of vmap of grad": lambda f: specialize(vmap(grad(lambda x: f(x).sum()))),
+}
+
+
+@pytest.mark.parametrize("transform", RECORDED)
+def test_the_kernel_of_a_backend_has_no_key_left(transform: str) -> None:
+    """This holds also for a level that records what the kernel calls."""
+    op = Operator(unique("redispatch::last"))
+
+    @dispatch.register(op, DispatchKey.CPU)
+    def last(x: torch.Tensor) -> Any:
+        return dispatch.redispatch(op, x.sin())
+
+    with pytest.raises(DispatchError, match="redispatch was called in the kernel of a backend"):
+        RECORDED[transform](lambda x: op(x * 1))(torch.ones(3))
 
 
 @pytest.mark.parametrize(

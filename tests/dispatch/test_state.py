@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.dispatch.helpers import Plain, Value, line_of, on_another_thread, unique
 from tsfunc import dispatch, hooks
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, state
+from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
 
 A = DispatchKey.define(unique("StateA"), above=DispatchKey.BackendSelect)
@@ -319,6 +320,38 @@ def test_at_own_level_is_as_inside_of_the_transform() -> None:
         dispatch.register(op, B, dispatch.fallthrough)
         outer(Value(level))
     assert ran == ["native"]
+
+
+# States of kernels
+
+
+def test_a_kernels_state_differs_in_its_keys_alone() -> None:
+    op = Operator(unique("state::kept"))
+    attributes = [name for name in state.State.__slots__ if not name.startswith("_")]
+    with Level(A) as level:
+        full = state.State(
+            1 << 3, 0b111000, (level,), level, 1 << 4, Recorder(lambda: None), object(), op, 3, 7
+        )  # type: ignore[call-arg, arg-type]
+    for of_kernel in (full.kernel_state(4), full.backend_state(op, 4)):
+        changed = {name for name in attributes if getattr(of_kernel, name) != getattr(full, name)}
+        assert changed - {"backend_operator"} == {"mask", "running", "backend_keys"}
+        assert of_kernel.running is None
+    assert full.kernel_state(4).backend_operator is None
+    assert full.backend_state(op, 4).backend_operator is op
+
+
+def test_a_kernel_without_levels_enters_levels_below_the_hidden_ones() -> None:
+    op = Operator(unique("state::hidden"))
+    depths: list[int] = []
+
+    @dispatch.register(op, A)
+    def kernel() -> None:
+        with Level(B) as level:
+            depths.append(level.depth)
+
+    with Level(C) as outer, state.outside_all_levels(), dispatch.include(A):
+        op()
+    assert depths == [outer.depth + 1]
 
 
 # State of torch

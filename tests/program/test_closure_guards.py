@@ -43,7 +43,7 @@ from tsfunc.program.closure.closure_guards import (
 )
 from tsfunc.program.closure.guard_codegen import SettingsAre, differs
 from tsfunc.program.closure.refused_values import refused_values
-from tsfunc.program.guard import Guard, GuardCode, Source
+from tsfunc.program.guard import ABSENT, Difference, Guard, GuardCode, Source
 from tsfunc.types.values import same_value
 
 
@@ -117,6 +117,14 @@ def test_a_refused_call_is_told_by_name_from_the_traced_one(number: int) -> None
             continue  # the guard on its type precedes those on its elements
         found = refused_values(ClosureGuards(list(guards)), now(), args)
         assert found and all(name and one is not other for name, (one, other) in found.items())
+
+
+def test_a_difference_of_dicts_names_the_entries_that_one_of_them_lacks() -> None:
+    guard = ResultIs(lambda: {"b": 2, "c": 3}, (), {"a": 1, "c": 3}, "os.environ")
+    assert list(guard.differences()) == [
+        Difference("os.environ['b']", 2, ABSENT),
+        Difference("os.environ['a']", ABSENT, 1),
+    ]
 
 
 def test_every_kind_has_a_case() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional, Union  # noqa: UP035
 
@@ -86,6 +88,27 @@ def test_the_keys_of_a_dict_are_part_of_the_key() -> None:
     f = specialize(total, {"xs": Dict[str, ROWS]})  # type: ignore[valid-type]  # noqa: UP006
     f({"a": torch.ones(2, 4)})
     f({"b": torch.ones(3, 4)})
+    assert f.cache_info().programs == 2
+
+
+WRAPPED: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "in a deque": lambda **xs: deque([xs]),
+    "in a tuple": lambda **xs: {"of": (xs,)},
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_the_order_of_keys_is_part_of_the_key(wrapped: Any) -> None:
+    def weighted(xs: Any) -> Tensor:
+        (values,) = xs if isinstance(xs, deque) else xs.get("of", [xs])
+        terms = [(i + 1) * values[key] for i, key in enumerate(values)]
+        return sum(terms, torch.zeros(()))
+
+    f = specialize(weighted)
+    x, y = torch.randn(2), torch.randn(2)
+    for given in (wrapped(a=x, b=y), wrapped(b=y, a=x), wrapped(a=y, b=x), wrapped(b=x, a=y)):
+        torch.testing.assert_close(f(given), weighted(given))
     assert f.cache_info().programs == 2
 
 

@@ -57,6 +57,21 @@ class Point:
 def forward(params: Any, x: Any, y: Any = None, *rest: Any, train: Any = False) -> None: ...
 
 
+@optree.register_pytree_node_class(namespace="tsfunc")
+@dataclass
+class Pair:
+    first: MetaTensorType(["n"])  # type: ignore[valid-type]
+    second: MetaTensorType(["m"])  # type: ignore[valid-type]
+    name: str
+
+    def __tree_flatten__(self) -> Any:
+        return (self.second, self.first), self.name
+
+    @classmethod
+    def __tree_unflatten__(cls, name: str, children: Any) -> Pair:
+        return cls(*reversed(children), name)
+
+
 def contract_of(**descriptors: object) -> Contract:
     return compile_descriptors(descriptors, inspect.signature(forward), name="forward")
 
@@ -256,6 +271,32 @@ def test_an_alternative_that_fails_binds_nothing() -> None:
     found = contract_of(x=either, y=MetaTensorType(["n"])).check({"x": X, "y": torch.ones(7)})
     assert found.sizes == {"m": 2, "n": 7}
     assert found.leaves[("x",)] == MetaTensorType(["m", 3])
+
+
+def test_attributes_of_containers_have_the_paths_of_their_entries() -> None:
+    """An attribute that is a child has the child's entry; others are named."""
+    first, second = MetaTensorType(["n"]), MetaTensorType(["m"])
+    pair = Pair(torch.ones(2), torch.ones(3), "a")
+    bindings = contract_of(params=[Pair]).check({"params": [pair]})
+    assert bindings.leaves == {("params", 0, 1): first, ("params", 0, 0): second}
+    pair = Pair(torch.ones(2), torch.ones(()), 3)  # type: ignore[arg-type]
+    lines = violations({"x": Pair}, {"x": pair})
+    assert [line.partition(":")[0] for line in lines] == ["x[0].shape", "x.name"]
+
+
+def test_the_dims_of_a_leaf_with_one_alternative_need_no_leaves() -> None:
+    """The leaves of a call cost a full check."""
+
+    def leaves() -> Any:
+        raise AssertionError("the leaves are not needed")
+
+    meta = MetaTensorType(["n", 3])
+    one = Bindings({"n": 2}, leaves, lambda path: {meta})
+    assert one.dims(("x",)) == meta.dims
+    assert Bindings({"n": 2}, leaves, lambda path: set()).dims(("x",)) is None
+    other = MetaTensorType([3, "n"])
+    two = Bindings({"n": 2}, lambda: {("x",): other}, lambda path: {meta, other})
+    assert two.dims(("x",)) == other.dims
 
 
 def test_the_alternative_fits_the_bound_names() -> None:

@@ -60,7 +60,8 @@ class State:
     ``mask`` lacks the keys that the user has excluded and the keys that a running kernel masks.
     The user's exclusions are in ``excluded`` too, and also hold at levels that are entered later.
     The state is ``plain`` if nothing is included, excluded or recorded. ``backend_operator`` is the
-    operator whose backend kernel runs: a redispatch of that operator has no key left. A state
+    operator whose backend kernel runs, and ``backend_keys`` are those of the levels that record
+    what this kernel calls: a redispatch of that operator has no key left, beside these. A state
     without levels has the depth of the hidden levels of its thread in ``hidden``
     (``outside_all_levels``).
     """
@@ -68,6 +69,7 @@ class State:
     __slots__ = (
         "_backend_states",
         "_kernel_states",
+        "backend_keys",
         "backend_operator",
         "excluded",
         "hidden",
@@ -90,6 +92,7 @@ class State:
         recorder: Recorder | None = None,
         remap_args: RemapArgs | None = None,
         backend_operator: object = None,
+        backend_keys: int = 0,
         hidden: int = 0,
     ) -> None:
         self.include = include
@@ -101,6 +104,7 @@ class State:
         self.remap_args = remap_args
         self.plain = not (include or excluded or recorder)
         self.backend_operator = backend_operator
+        self.backend_keys = backend_keys
         self.hidden = hidden
         self._kernel_states: dict[int, State] | None = None
         self._backend_states: dict[tuple[object, int], State] | None = None
@@ -118,10 +122,9 @@ class State:
         state = states.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1) | BACKEND_BITS & ~self.excluded
-            state = states[bit] = State(
-                self.include, mask, self.levels, None, self.excluded, self.recorder,
-                self.remap_args,
-            )  # fmt: skip
+            state = states[bit] = self.replace(
+                mask=mask, running=None, backend_operator=None, backend_keys=0
+            )
         return state
 
     def backend_state(self, op: object, bit: int) -> State:
@@ -136,7 +139,9 @@ class State:
         state = states.get((op, bit))
         if state is None:
             mask = self.kernel_state(bit).mask | _BACKEND_SELECT & ~self.excluded
-            state = states[op, bit] = self.replace(mask=mask, running=None, backend_operator=op)
+            state = states[op, bit] = self.replace(
+                mask=mask, running=None, backend_operator=op, backend_keys=0
+            )
         return state
 
     def replace(self, **changes: Any) -> State:
@@ -145,7 +150,7 @@ class State:
             "include": self.include, "mask": self.mask, "levels": self.levels,
             "running": self.running, "excluded": self.excluded, "recorder": self.recorder,
             "remap_args": self.remap_args, "backend_operator": self.backend_operator,
-            "hidden": self.hidden,
+            "backend_keys": self.backend_keys, "hidden": self.hidden,
         }  # fmt: skip
         return State(**attributes | changes)
 

@@ -152,7 +152,8 @@ class Operator:
         """
         keys = backends_of_arguments(args, kwargs)
         kernel, boxed, _, _ = self._cache.get(keys) or self._choose(keys, args, kwargs)
-        with using(tls.state.replace(backend_operator=self)):
+        state, recording = tls.state, keys_of_arguments(args, kwargs)[0]
+        with using(state.replace(backend_operator=self, backend_keys=recording)):
             return kernel(self, args, kwargs) if boxed else kernel(*args, **kwargs)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
@@ -409,7 +410,7 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     state = tls.state
     if state.backend_operator is operator:
         keys = (keys_of_arguments(args, kwargs)[0] | state.include) & state.mask
-        if not keys & ~BACKEND_BITS:
+        if not keys & ~(BACKEND_BITS | state.backend_keys):
             raise DispatchError(messages.redispatched_by_backend(operator.name, args, kwargs))
     return operator(*args, **kwargs)
 
