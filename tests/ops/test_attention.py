@@ -92,6 +92,30 @@ def test_masked_softmax(kind: int, batched: tuple[int | None, int | None]) -> No
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [((4, 4), 2, torch.bool), ((4,), 0, torch.bool), ((4,), 1, torch.bool), ((2, 4, 4), 2, float)],
+)
+@pytest.mark.parametrize("batched", [(0, 0), (0, None), (None, -1)])
+def test_masked_softmax_refuses_masks_as_torch_does(
+    batched: tuple[int | None, int | None], shape: tuple[int, ...], kind: int, dtype: Any
+) -> None:
+    x, mask = torch.randn(2, 4, 4), torch.ones(shape, dtype=dtype)
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch._masked_softmax(x, mask, 2, kind)
+
+    with pytest.raises(RuntimeError) as one:
+        f(x, mask)
+    args = [
+        value if bdim is None else torch.stack([value] * 3, bdim)
+        for value, bdim in zip((x, mask), batched, strict=True)
+    ]
+    with pytest.raises(RuntimeError) as all_of_them:
+        tsfunc.vmap(f, batched)(*args)
+    assert str(all_of_them.value).startswith(str(one.value).partition("\n")[0])
+
+
 def test_gradients_of_masked_softmax() -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64)
     mask = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1)) > 0.6

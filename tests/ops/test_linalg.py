@@ -122,3 +122,19 @@ def test_one_matrix_and_several_tolerances(names: tuple[str, ...], hermitian: bo
         return torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
 
     assert torch.equal(tsfunc.vmap(rank)(tolerances), torch.stack([rank(t) for t in tolerances]))
+
+
+def test_an_error_names_the_example_that_it_is_about() -> None:
+    codes, bad = torch.zeros(3, 4, dtype=torch.int32), int(torch.randint(3, ()))
+    codes[bad, 2] = 2
+
+    def checked(code: torch.Tensor) -> torch.Tensor:
+        torch.ops.aten._linalg_check_errors(code, "linalg.inv", is_matrix=True)
+        return code + 1
+
+    with pytest.raises(RuntimeError, match=rf"\(Batch element {bad}\): The diagonal element 2"):
+        tsfunc.vmap(checked)(codes[:, 2])
+    nested = tsfunc.vmap(tsfunc.vmap(checked), 1, 1)
+    with pytest.raises(RuntimeError, match="The diagonal element 2"):
+        nested(codes)
+    assert nested(codes * 0).eq(1).all()

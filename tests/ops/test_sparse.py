@@ -106,6 +106,27 @@ def test_to_sparse() -> None:
     check(lambda x: x.to_sparse(1), DENSE.movedim(0, 1), in_dims=(1,))
 
 
+@pytest.mark.parametrize("options", [
+    {"layout": torch.sparse_coo},
+    {"layout": torch.sparse_csr},
+    {"layout": torch.sparse_csc},
+    {"layout": torch.sparse_bsr, "blocksize": (1, 3)},
+    {"layout": torch.sparse_bsc, "blocksize": (2, 1)},
+])  # fmt: skip
+def test_to_sparse_of_a_layout(options: dict[str, Any]) -> None:
+    full = torch.randn(4, 2, 3) + 3  # compressed batches store as many elements in each example
+    check(lambda x: x.to_sparse(**options), full, in_dims=(0,))
+
+    def layout_and_parts(x: Tensor) -> Any:
+        made = x.to_sparse(**options)
+        assert made.layout is options["layout"]
+        values = made.coalesce().values() if made.layout is torch.sparse_coo else made.values()
+        return values * 1
+
+    found = vmap(layout_and_parts)(full)
+    torch.testing.assert_close(found, torch.stack([layout_and_parts(x) for x in full]))
+
+
 @pytest.mark.parametrize("times", [torch.matmul, torch.sparse.mm])
 def test_gradients_by_a_shared_matrix(times: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The gradient by the matrix of ``sparse.mm`` has the matrix's sparsity."""
@@ -122,6 +143,17 @@ def test_the_refusals_of_dense_values_hold() -> None:
         vmap(torch.mm)(Y, Y)
     with pytest.raises(RuntimeError):
         vmap(lambda y: DENSE[0].T.to_sparse() @ y)(Y)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_matrix_times_a_stack_is_refused_as_for_one_example(layout: torch.layout) -> None:
+    x, stacks = DENSE[0].to_sparse(layout=layout), torch.randn(4, 6, 3, 5)
+    products: list[Callable[[Tensor], Tensor]] = [lambda y: x @ y, lambda y: y.mT @ x.t()]
+    for product in products:
+        with pytest.raises(RuntimeError):
+            product(stacks[0])
+        with pytest.raises(RuntimeError):
+            vmap(product)(stacks)
 
 
 SAMPLED = torch.randn(3, 2, generator=_R), torch.randn(2, 3, generator=_R)

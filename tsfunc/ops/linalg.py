@@ -322,7 +322,7 @@ def lstsq(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
 @row("aten::_linalg_check_errors")
 def check_errors(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Check the error codes of a batch of matrices."""
-    return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
+    return op(args[0].contiguous(), *args[1:], **{**kwargs, "is_matrix": False}), None
 
 
 _over_dims = reduction(2, 3, None, (None,))

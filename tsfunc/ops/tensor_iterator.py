@@ -158,7 +158,7 @@ def masked_fill_scalar_inplace(
     x, bdim = args[0], bdims[0]
     if bdim is None:
         refuse_inplace(op)
-    (_, mask), _ = align(args[:2], bdims[:2], x.dim() - 1 - bdim)
+    (_, mask), _ = align(args[:2], bdims[:2])
     op(x, mask, *args[2:], **kwargs)
     return x, bdim
 
@@ -175,7 +175,7 @@ def masked_fill_tensor_inplace(
         refuse_inplace(op)
     if logical_rank(args[2], bdims[2]) or args[1].dtype is not torch.bool:
         return raise_as_one_example(op, bdims, args, kwargs)
-    (_, mask, value), _ = align(args, bdims, x.dim() - 1 - bdim)
+    (_, mask, value), _ = align(args, bdims)
     x.copy_(torch.where(mask, _as_filling(value, x), x))
     return x, bdim
 
