@@ -102,3 +102,61 @@ def test_as_strided_scatter_with_an_offset(in_dims: tuple[Any, ...]) -> None:
     ]
     expected = torch.stack([f(*example) for example in examples])
     torch.testing.assert_close(tsfunc.vmap(f, in_dims)(*args), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("number", range(3))
+def test_gradients_of_distances(p: float, number: int) -> None:
+    chosen = drawn(number)
+    rows, others, columns = (chosen.randint(2, 5) for _ in range(3))
+    x, y = (torch.randn(n, columns, dtype=torch.float64) for n in (rows, others))
+    aten: Any = torch.ops.aten
+    between = torch.cdist(x, y, p)
+    args = (torch.randn_like(between), x, y, p, between)
+    expected = aten._cdist_backward(*args)
+    torch.testing.assert_close(differentiable_norms.cdist_backward(*args), expected)
+    pairs = torch.pdist(x, p)
+    of_pairs = (torch.randn_like(pairs), x, p, pairs)
+    expected = aten._pdist_backward(*of_pairs)
+    torch.testing.assert_close(differentiable_norms.pdist_backward(*of_pairs), expected)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_renorm_and_dist(p: float, dtype: torch.dtype) -> None:
+    chosen = drawn(0)
+    x = torch.randn(3, 4, 2, dtype=torch.float64).to(dtype)
+    dim, most = chosen.choice([0, 1, -1]), chosen.uniform(0.5, 3)
+    expected = torch.renorm(x, p, dim, most)
+    loose: dict[str, float] = {} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(differentiable_norms.renorm(x, p, dim, most), expected, **loose)
+    if dtype is torch.float64:
+        y = torch.randn(4, 2, dtype=dtype)
+        torch.testing.assert_close(differentiable_norms.dist(x, y, p), torch.dist(x, y, p))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("margin", [0.0, 0.3, -0.4])
+def test_cosine_embedding_loss(reduction: str, margin: float) -> None:
+    x, y = torch.randn(2, 6, 3, dtype=torch.float64)
+    target = torch.tensor([1, -1, 1, -1, -1, 0])
+    expected = torch.nn.functional.cosine_embedding_loss(
+        x, y, target, margin=margin, reduction=reduction
+    )
+    number = ["none", "mean", "sum"].index(reduction)
+    loss = differentiable_norms.cosine_embedding_loss(x, y, target, margin, number)
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
+def test_the_sign_of_complex_numbers_at_zero(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.complex128) * (torch.rand(shape) > 0.4)
+    torch.testing.assert_close(differentiable_norms.sgn(x), torch.sgn(x))
+
+
+def test_norms_that_have_no_decomposition() -> None:
+    x = torch.randn(3)
+    assert differentiable_norms.vector_norm(x, 0) is NotImplemented
+    assert differentiable_norms.vector_norm(x[:0], float("inf")) is NotImplemented
+    assert differentiable_norms.sgn(x) is NotImplemented
+    assert differentiable_norms.renorm(x[None], 0.0, 0, 1.0) is NotImplemented
