@@ -59,23 +59,11 @@ def scatter(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwa
     written, scalar = _rows_of(x, bdims[0], size)
     index, _ = _rows_of(index, bdims[2], size)
     if isinstance(source, Tensor):
-        if logical_rank(source, bdims[3]) == 0 and "value" in op.name():
-            shape = [1] * (index.dim() - 1)
-            source = source.view(-1, *shape) if bdims[3] is not None else source
-            # No kernel broadcasts a tensor of values.
-            source = source.to(x.dtype).expand(index.shape)
-            op = _source_form(op)
-        else:
-            source, _ = _rows_of(source, bdims[3], size)
+        source, _ = _rows_of(source, bdims[3], size)
     out = op(written, wrap_dim(dim, written.dim() - 1) + 1, index, source, *rest, **kwargs)
     if inplace:
         return x, bdims[0]
     return (out.squeeze(1) if scalar else out), 0
-
-
-def _source_form(op: Any) -> Any:
-    packet = op.overloadpacket
-    return packet.reduce if op.name().endswith("value_reduce") else packet.src
 
 
 rows(
