@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from tests.dispatch.helpers import Plain, Value, line_of, on_another_thread, unique
 from tsfunc import dispatch, hooks
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, state
-from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
 
 A = DispatchKey.define(unique("StateA"), above=DispatchKey.BackendSelect)
@@ -329,9 +329,11 @@ def test_a_kernels_state_differs_in_its_keys_alone() -> None:
     op = Operator(unique("state::kept"))
     attributes = [name for name in state.State.__slots__ if not name.startswith("_")]
     with Level(A) as level:
+        recorder: Any = object()
+        remap_args: Any = object()
         full = state.State(
-            1 << 3, 0b111000, (level,), level, 1 << 4, Recorder(lambda: None), object(), op, 3, 7
-        )  # type: ignore[call-arg, arg-type]
+            1 << 3, 0b111000, (level,), level, 1 << 4, recorder, remap_args, op, 3, 7
+        )
     for of_kernel in (full.kernel_state(4), full.backend_state(op, 4)):
         changed = {name for name in attributes if getattr(of_kernel, name) != getattr(full, name)}
         assert changed - {"backend_operator"} == {"mask", "running", "backend_keys"}

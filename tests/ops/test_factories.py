@@ -205,6 +205,59 @@ def test_random_factories_like_a_tensor(name: str, bdim: int | None) -> None:
     assert torch.equal(x, example if bdim is None else torch.stack([example] * 4).movedim(0, bdim))
 
 
+@pytest.mark.parametrize("randomness", ["same", "different", "split"])
+@pytest.mark.parametrize("name", [name for name in LIKE if "_like" in name])
+def test_options_of_factories_like_a_tensor(name: str, randomness: str) -> None:
+    x, rest = torch.randn(4, 8, 9), LIKE[name]
+    for options in (
+        {"memory_format": torch.preserve_format},
+        {"memory_format": torch.contiguous_format, "dtype": torch.float64},
+        {"dtype": torch.float16},
+    ):
+        named = {**options, **wants_generator(name)}
+        level = Level(4, randomness)
+        out, bdim = first(rule_of(name)(level, [0] + [None] * len(rest), (x, *rest), named))
+        assert out.dtype is options.get("dtype", torch.float32)
+        assert out.shape == (x.shape if bdim is not None else x.shape[1:])
+
+
+DRAWS = {**SIZED, **LIKE, **INPLACE, **FROM, "rrelu_with_noise": (X, 0.1, 0.3, True)}
+WITH_GENERATOR = sorted(
+    name
+    for name in DRAWS
+    if any(a.name == "generator" for a in overload(f"aten::{name}")._schema.arguments)
+)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different", "split"])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", WITH_GENERATOR)
+def test_a_draw_reads_its_generator_and_no_other(name: str, batched: bool, randomness: str) -> None:
+    rest = DRAWS[name]
+    if name in (*LIKE, *INPLACE, "rrelu_with_noise"):
+        x = torch.zeros(4, 2, 3) if batched else torch.zeros(2, 3)
+        args, bdims = (x, *rest), [0 if batched else None] + [None] * len(rest)
+        if name == "rrelu_with_noise":
+            args, bdims = (x, x.clone(), *rest[1:]), [*bdims[:1] * 2, None, None, None]
+    else:
+        args, bdims = rest, [None] * len(rest)
+        if batched:
+            return
+    generator = torch.Generator().manual_seed(1)
+    named: dict[str, Any] = {"generator": generator}
+    last = overload(f"aten::{name}")._schema.arguments[-1]
+    if last.name == "generator" and not last.kwarg_only:
+        args, bdims, named = (*args, generator), [*bdims, None], {}
+    own, default = generator.get_state(), torch.get_rng_state()
+    try:
+        rule_of(name)(Level(4, randomness), bdims, args, named)
+    except RuntimeError as error:  # a write into an unbatched tensor
+        assert "unbatched" in str(error) or "in place" in str(error)
+        return
+    assert not torch.equal(generator.get_state(), own)
+    assert torch.equal(torch.get_rng_state(), default)
+
+
 @pytest.mark.parametrize("bdim", [0, 1, 2])
 @pytest.mark.parametrize("name", INPLACE)
 def test_inplace(name: str, bdim: int) -> None:

@@ -20,6 +20,7 @@ def test_layer_norm(lead: tuple[int, ...], shape: tuple[int, ...]) -> None:
     assert check(aten.native_layer_norm.default, x, list(shape), w, b, 1e-5)
     assert check(aten.native_layer_norm.default, x, list(shape), None, None, 1e-5)
     assert check(aten.layer_norm.default, x, list(shape), w, b)
+    assert check(aten.layer_norm.default, x, list(shape), w, b, 0.5, False)
     assert check(aten.layer_norm.default, x, list(shape))
     _, mean, rstd = aten.native_layer_norm(x, shape, w, b, 1e-5)
     for mask in MASKS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 import tsfunc
 from tsfunc.ops.channels_last import channels_last
@@ -60,6 +62,21 @@ def test_as_one_example(name: str, last: bool, batch: Tensor) -> None:
     one = f(batch[0])
     assert strides == [one.stride()]
     torch.testing.assert_close(out, torch.stack([f(x) for x in batch]))
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_channels_last_is_decided_as_torch_does(number: int) -> None:
+    draw = random.Random(torch.initial_seed() + number)
+    rank = draw.choice([3, 4, 5])
+    shape = [draw.choice([1, 1, 2, 3]) for _ in range(rank)]
+    order = draw.sample(range(rank), rank)
+    if draw.random() < 0.6 and rank > 3:
+        order = [0, *range(2, rank), 1]
+    x = torch.zeros([shape[d] for d in order]).permute([order.index(d) for d in range(rank)])
+    if draw.random() < 0.3:
+        x = x.expand(*shape[:-1], draw.choice([shape[-1], 2])) if shape[-1] == 1 else x[..., :1]
+    expected = suggest_memory_format(x) is not torch.contiguous_format
+    assert channels_last(x, None) == expected, (x.shape, x.stride())
 
 
 def test_channels_last_results() -> None:

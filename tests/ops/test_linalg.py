@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -122,6 +124,28 @@ def test_one_matrix_and_several_tolerances(names: tuple[str, ...], hermitian: bo
         return torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
 
     assert torch.equal(tsfunc.vmap(rank)(tolerances), torch.stack([rank(t) for t in tolerances]))
+
+
+@pytest.mark.parametrize("names", [("atol",), ("rtol",), ("atol", "rtol")])
+@pytest.mark.parametrize("op", [torch.linalg.matrix_rank, torch.linalg.pinv])
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (2, 0), (None, 0)])
+def test_a_tolerance_for_each_example(
+    in_dims: tuple[int | None, int | None], op: Any, names: tuple[str, ...]
+) -> None:
+    whole = torch.randn(3, 2, 4, 2, dtype=torch.float64)
+    x = whole[0] if in_dims[0] is None else whole.movedim(0, in_dims[0])
+    tolerances = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
+    tolerance = tolerances[1] if in_dims[1] is None else tolerances
+
+    def f(x: torch.Tensor, tolerance: torch.Tensor) -> Any:
+        return op(x, **{name: tolerance / (i + 1) for i, name in enumerate(names)})
+
+    examples = [
+        (x if in_dims[0] is None else whole[i], tolerance if in_dims[1] is None else tolerances[i])
+        for i in range(3)
+    ]
+    expected = torch.stack([f(*example) for example in examples])
+    torch.testing.assert_close(tsfunc.vmap(f, in_dims)(x, tolerance), expected)
 
 
 def test_an_error_names_the_example_that_it_is_about() -> None:

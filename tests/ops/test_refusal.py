@@ -97,6 +97,18 @@ def test_a_vector_is_no_matrix(name: str) -> None:
         tsfunc.vmap(DECOMPOSITIONS[name])(vectors)
 
 
+@pytest.mark.parametrize("examples", [0, 1, 2, 5])
+@pytest.mark.parametrize("bdim", [0, -1])
+def test_an_error_is_that_of_one_example_for_any_number_of_them(examples: int, bdim: int) -> None:
+    with pytest.raises(RuntimeError) as one:
+        torch.mm(torch.ones(2), torch.ones(2, 2))
+    vectors = torch.ones(examples, 2).movedim(0, bdim)
+    with pytest.raises(RuntimeError) as all_of_them:
+        tsfunc.vmap(torch.mm, (bdim, None))(vectors, torch.ones(2, 2))
+    shown = "Inside of vmap, mm was called on examples of shape (2,), (2, 2)."
+    assert str(all_of_them.value).startswith(f"{one.value}\n{shown}")
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("of", [((3,), (3, 3)), ((3, 3), ()), ((), (3,)), ((2, 3, 3), (3, 3, 1))])
 def test_solvers_refuse_unequal_sizes(

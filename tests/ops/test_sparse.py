@@ -280,6 +280,12 @@ def test_a_sparse_factor_and_a_batch_dim_that_is_last() -> None:
     check(lambda x, y: y * x.to_sparse(), DENSE[0], others, in_dims=(None, 2))
 
 
+def test_products_with_dense_values_are_coalesced() -> None:
+    x, y = DENSE.to_sparse(), torch.randn(4, 2, 3)
+    assert vmap(lambda x, y: x * y)(x, y).is_coalesced()
+    assert vmap(lambda x, y: (x * y).coalesce().indices() * 1)(AS_MANY, AS_MANY.to_dense()).numel()
+
+
 def test_a_product_added_to_batched_values() -> None:
     added = torch.randn(4, 2, 5)
     check(

@@ -226,17 +226,18 @@ def test_an_outer_batch_is_not_the_inner_one() -> None:
     same(x, torch.ones(3))
 
 
-@pytest.mark.parametrize("size", [(2, 2), (8,), (4, 2)])
+@pytest.mark.parametrize("size", [(2, 2), (8,), (4, 2), (40,), (1, 3, 9)])
 def test_resize(size: tuple[int, ...]) -> None:
     """Each example keeps its own first elements."""
 
     def func(x: Tensor) -> Tensor:
         return x.clone().resize_(size) * 2
 
-    same(vmap(func)(X), loop(func, 3)(X))
-    known = X[..., 0].numel()  # elements beyond these are undefined
-    got, want = vmap(func, in_dims=2)(X), loop(func, X.shape[2], 2)(X)
-    same(got.flatten(1)[:, :known], want.flatten(1)[:, :known])
+    for bdim in (0, 2):
+        known = X.select(bdim, 0).numel()  # elements beyond these are undefined
+        got, want = vmap(func, in_dims=bdim)(X), loop(func, X.shape[bdim], bdim)(X)
+        assert got.shape == want.shape
+        same(got.flatten(1)[:, :known], want.flatten(1)[:, :known])
 
 
 def test_a_detached_alias_follows_a_write() -> None:

@@ -351,6 +351,36 @@ def test_parameters_are_checked() -> None:
             drawing(draw)(X)
 
 
+BOUNDS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "bernoulli_": (torch.Tensor.bernoulli_, [(p,) for p in (-0.1, 0.0, 0.5, 1.0, 1.1)]),
+    "geometric_": (torch.Tensor.geometric_, [(p,) for p in (-1.0, 0.0, 0.5, 1.0, 2.0)]),
+    "exponential_": (torch.Tensor.exponential_, [(p,) for p in (-1.0, 0.0, 0.5)]),
+    "cauchy_": (torch.Tensor.cauchy_, [(1.0, s) for s in (-1.0, 0.0, 0.5)]),
+    "log_normal_": (torch.Tensor.log_normal_, [(1.0, s) for s in (-1.0, 0.0, 0.5)]),
+    "normal_": (torch.Tensor.normal_, [(1.0, s) for s in (-1.0, 0.0, 0.5)]),
+    "uniform_": (torch.Tensor.uniform_, [(2.0, 1.0), (1.0, 1.0), (0.0, 2.0)]),
+    "random_": (torch.Tensor.random_, [(3, 3), (4, 3), (3, 4), (-3, 4)]),
+    "random_ to": (torch.Tensor.random_, [(0,), (1,), (-1,)]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_parameters_at_the_bounds_are_taken_as_torch_takes_them(name: str) -> None:
+    draw, calls = BOUNDS[name]
+    for parameters in calls:
+
+        def one(x: Tensor, parameters: tuple[Any, ...] = parameters) -> Any:
+            return draw(torch.zeros_like(x), *parameters)
+
+        try:
+            one(X[0])
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                drawing(one)(X)
+        else:
+            assert drawing(one)(X).shape == X.shape, parameters
+
+
 def test_an_operator_without_a_rule_draws_alone_too() -> None:
     """The operator runs in a loop, in which each example has its own seed."""
     name = "tsfunc_test::noisy"

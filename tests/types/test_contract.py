@@ -69,7 +69,7 @@ class Pair:
 
     @classmethod
     def __tree_unflatten__(cls, name: str, children: Any) -> Pair:
-        return cls(*reversed(children), name)
+        return cls(children[1], children[0], name)
 
 
 def contract_of(**descriptors: object) -> Contract:

@@ -102,7 +102,7 @@ def native_layer_norm_backward(
     if mask[0]:
         scaled, p = grad, bdims[5]
         if p is not None:
-            (scaled, weight), _ = align((grad, weight), (0, p), grad.dim() - 1)
+            (scaled, weight), _ = align((grad, weight), (0, p))
             scaled, weight = scaled * weight, None
         # The kernel ignores strides, and reads past the end of expanded tensors.
         parts = [v.contiguous() for v in (scaled, x)]

@@ -14,6 +14,7 @@ Unlike other rules, these rules also run when no argument is batched.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -46,6 +47,22 @@ def check_randomness(op: Any, level: RuleLevel, kwargs: Mapping[str, Any]) -> No
     """
     refuse_in_error_mode(op, level)
     level.on_random_op(kwargs.get("generator"))
+
+
+def generator_by_keyword(rule: Rule) -> Rule:
+    """Return a rule that gets the generator of a call by keyword.
+
+    Some operators take it as their last positional argument.
+    """
+
+    @functools.wraps(rule)
+    def run(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+        if args and (args[-1] is None or isinstance(args[-1], torch.Generator)):
+            *args, generator = args
+            bdims, kwargs = bdims[: len(args)], {**kwargs, "generator": generator}
+        return rule(op, level, bdims, args, kwargs)
+
+    return run
 
 
 def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:
@@ -199,6 +216,7 @@ def random_inplace(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     return x, bdim
 
 
+@generator_by_keyword
 def sample_from(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
@@ -358,6 +376,7 @@ def native_dropout(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
 
 
 @row("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
+@generator_by_keyword
 def rrelu_with_noise(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -373,25 +392,31 @@ def rrelu_with_noise(
         return op(*args, **kwargs), None
     if bdim is None or bdims[1] is None:
         refuse_inplace(op)
-    slopes = torch.where(x <= 0, _slopes(level, x, bdim, lower, upper), 1.0)
+    slopes = torch.where(x <= 0, _slopes(level, x, bdim, lower, upper, kwargs), 1.0)
     noise.copy_(slopes.movedim(bdim, bdims[1]))
     return (x.mul_(slopes) if inplace else (x * slopes).contiguous()), bdim
 
 
-def _slopes(level: RuleLevel, x: Tensor, bdim: int, lower: float, upper: float) -> Tensor:
+def _slopes(
+    level: RuleLevel, x: Tensor, bdim: int, lower: float, upper: float, kwargs: Kwargs
+) -> Tensor:
     """Return uniform slopes that broadcast with ``x``. Only the signs of ``x`` are read."""
     if level.randomness == "split":
         shape = logical_shape(x, bdim)
-        u = distributions.uniform(samplers.draw_for(level, x.device, {}), math.prod(shape), x.dtype)
+        draw = samplers.draw_for(level, x.device, kwargs)
+        u = distributions.uniform(draw, math.prod(shape), x.dtype)
         return samplers.in_shape(u * (upper - lower) + lower, shape).movedim(0, bdim)
+    generator = kwargs.get("generator")
     if level.randomness == "same" and x.device.type == "cpu":
-        return _slopes_in_order(x, bdim, lower, upper)
+        return _slopes_in_order(x, bdim, lower, upper, generator)
     like, drawn_at = draw_shape_like(level, x, bdim)
-    slopes = torch.empty_like(like).uniform_(lower, upper)
+    slopes = torch.empty_like(like).uniform_(lower, upper, generator=generator)
     return slopes.unsqueeze(bdim) if drawn_at is None else slopes.movedim(drawn_at, bdim)
 
 
-def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor:
+def _slopes_in_order(
+    x: Tensor, bdim: int, lower: float, upper: float, generator: torch.Generator | None
+) -> Tensor:
     """Return the numbers that each example gets when it draws alone.
 
     On the CPU only elements that are not positive draw a number, in double precision and in
@@ -400,13 +425,14 @@ def _slopes_in_order(x: Tensor, bdim: int, lower: float, upper: float) -> Tensor
     """
     low = x.movedim(bdim, 0) <= 0
     count = low[:1].numel()
-    values = torch.empty(count, dtype=torch.float64).uniform_(lower, upper)
+    values = torch.empty(count, dtype=torch.float64).uniform_(lower, upper, generator=generator)
     order = low.reshape(-1, max(count, 1)).cumsum(1).sub(1).clamp(min=0)
     slopes = values.to(x.dtype)[order].reshape(low.shape)
     return slopes.movedim(0, bdim)
 
 
 @row("aten::rrelu")
+@generator_by_keyword
 def rrelu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
     """Apply a leaky ReLU with drawn slopes, which are not returned."""
     x, lower, upper, training = with_defaults(args[:4], None, 1 / 8, 1 / 3, False)
@@ -420,7 +446,7 @@ def rrelu(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwarg
         if level.randomness == "same":
             return op(*args, **kwargs), None
         x, bdim = expand_to_front(x, None, level.batch_size), 0
-    out = torch.where(x <= 0, x * _slopes(level, x, bdim, lower, upper), x)
+    out = torch.where(x <= 0, x * _slopes(level, x, bdim, lower, upper, kwargs), x)
     return out.contiguous(), bdim  # as the kernel's result is
 
 

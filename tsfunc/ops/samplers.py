@@ -215,14 +215,7 @@ def _samples(
 def of_parameters(
     op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs
 ) -> Tensor:
-    """Return numbers of distributions with tensor parameters: poisson, binomial, gamma, dirichlet.
-
-    A generator may follow the parameters.
-    """
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    if len(args) > len(tensors):
-        kwargs = {"generator": args[len(tensors)], **kwargs}
-    args, bdims = tensors, bdims[: len(tensors)]
+    """Return numbers of poisson, binomial, gamma and dirichlet, whose parameters are tensors."""
     shape, dtype = broadcast_shape(args, bdims), args[0].dtype
     draw = draw_for(level, args[0].device, kwargs)
     out = in_shape(_samples(draw, op_name(op), args, bdims, shape), shape)
