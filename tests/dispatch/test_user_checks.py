@@ -102,6 +102,41 @@ def is_caught_outside(x: Asked) -> int:
         return 2
 
 
+def is_cleaned_up(x: Asked) -> int:
+    try:
+        return raises(x)
+    finally:
+        for name in ("a", "b"):
+            if name in vars(x):
+                delattr(x, name)
+
+
+def is_replaced(x: Asked) -> int:
+    try:
+        return raises(x)
+    except ValueError as error:
+        if len(str(error)) > 1000:
+            raise
+        raise TypeError(str(error)) from error
+
+
+def is_dropped(x: Asked) -> int:
+    try:
+        return raises(x)
+    finally:
+        if len(str(x)) > 1000:
+            return 2  # noqa: B012
+
+
+def is_caught_perhaps(x: Asked) -> int:
+    while True:
+        try:
+            return raises(x)
+        except ValueError as error:
+            if len(str(error)) > 1000:
+                raise
+
+
 def passed_on_by(module: str, func: Callable[[Asked], int]) -> Callable[[Asked], int]:
     """A function of a module that catches errors of another module."""
     scope = {"__name__": module, "func": func}
@@ -220,6 +255,11 @@ def gives_item(x: Asked) -> int:
         (raises_perhaps, False, None),
         (is_caught, False, None),
         (is_caught_outside, False, None),
+        (is_cleaned_up, False, True),
+        # Before Python 3.11 the bytecode has no table of handlers.
+        (is_replaced, False, True if sys.version_info >= (3, 11) else None),
+        (is_dropped, False, None),
+        (is_caught_perhaps, False, None),
         (raises_for_item, True, False),
         (raises_for_not_item, False, True),
         (raises_for_bool, True, False),

@@ -202,6 +202,24 @@ class TestOfData:
         with pytest.raises(DataDependentError, match="used as a Python number or bool"):
             specialize(f)(torch.ones(3))
 
+    def test_a_clause_that_always_raises_catches_nothing(self) -> None:
+        """Wrappers of libraries clean up after a call in such clauses."""
+        calls: list[int] = []
+
+        def f(x: Tensor) -> Tensor:
+            try:
+                return torch.distributions.StudentT(x.exp(), validate_args=True).mean
+            except KeyError as error:
+                raise ValueError("no such key") from error
+            finally:
+                calls.append(len(calls))
+
+        s = specialize(lambda x: f(x.log()))
+        x = torch.tensor([2.0, 3.0])
+        assert s(x).equal(f(x.log()))
+        with pytest.raises(ValueError, match="Expected parameter df"):
+            s(torch.tensor([-1.0, 2.0]))
+
     def test_a_clause_elsewhere_catches_nothing(self) -> None:
         def f(x: Tensor) -> Tensor:
             with torch.enable_grad():

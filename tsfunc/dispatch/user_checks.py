@@ -7,7 +7,7 @@ check therefore holds for all arguments that pass it. The raising outcome is rea
 after the test: it reaches a ``raise`` without a branch, a return, or a store that is visible
 outside the function; ``torch._check(bool(x))`` raises for False. A test may be of the result of a
 call: ``assert x.all().item()``. The answer is None if the test, or a call on the way to it, is
-inside a ``try`` with an ``except`` clause, which may catch the exception.
+inside a ``try`` with a clause that may end the exception; a clause that always raises does not.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _CALLS = ("CALL", "PRECALL")
 _CHECKS = frozenset(
     {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented"}
 )
+_ALWAYS_JUMP = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
@@ -230,13 +231,31 @@ def _catches(code: CodeType, at: int) -> bool:
         bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
         return bare or any(name in names for name in _CATCHES)
     handlers = [handler for start, end, handler in _protected_ranges(table) if start <= at < end]
-    return any(_is_clause(steps, index_of_offset[handler]) for handler in handlers)
+    return any(_may_end(steps, index_of_offset, index_of_offset[handler]) for handler in handlers)
 
 
-def _is_clause(steps: tuple[dis.Instruction, ...], at: int) -> bool:
-    """True if a handler is an ``except`` or ``finally`` clause and not the end of a ``with``."""
+def _may_end(steps: tuple[dis.Instruction, ...], index_of_offset: dict[int, int], at: int) -> bool:
+    """True if a handler is an ``except`` or ``finally`` clause that may end the exception.
+
+    The end of a ``with`` is not such a clause, and neither is one whose every path raises.
+    """
     first, second = (steps[min(i, len(steps) - 1)].opname for i in (at, at + 1))
-    return first == "PUSH_EXC_INFO" and second != "WITH_EXCEPT_START"
+    if first != "PUSH_EXC_INFO" or second == "WITH_EXCEPT_START":
+        return False
+    pending, seen = [at], set()
+    while pending:
+        at = pending.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        step = steps[at]
+        if step.opname == "POP_EXCEPT" or step.opname.startswith("RETURN"):
+            return True
+        if step.opname not in ("RERAISE", "RAISE_VARARGS", *_ALWAYS_JUMP):
+            pending.append(at + 1)
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            pending.append(index_of_offset[step.argval])
+    return False
 
 
 def _protected_ranges(table: bytes) -> Iterator[tuple[int, int, int]]:
