@@ -188,3 +188,13 @@ def test_a_warning_stands_at_the_users_line() -> None:
         for _ in range(3):
             warn("once a line", UserWarning)
     assert len(caught) == 1
+
+
+def test_exchanges_are_counted_by_axis_and_collective() -> None:
+    recorder = Recorder(lambda: (HERE, False))
+    for axis, collective, size in (("i", "psum", 8), ("i", "psum", 4), ("j", "psum", 2)):
+        recorder.record_collective(axis, collective, size)
+    recorder.record_collective("i", "all_gather", 1)
+    assert recorder.exchanges == {
+        ("i", "psum"): (2, 12), ("j", "psum"): (1, 2), ("i", "all_gather"): (1, 1),
+    }  # fmt: skip

@@ -28,6 +28,7 @@ from tsfunc.program.guarding import guards, trace_guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.guards import ArgumentGuard
 from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.guarding.trace_guards import SharedMemory
 
 
 class Holder:
@@ -93,6 +94,35 @@ def test_a_guard_of_a_new_class_is_checked(part: Part) -> None:
     else:
         check = ClosureGuards([InPart(0)]).function(settings)
     assert check([3]) is not None and check([4]) is None
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_shared_memory_is_guarded_as_a_partition(number: int) -> None:
+    draw = random.Random(torch.initial_seed() + number)
+
+    def drawn() -> tuple[list[Tensor], list[int]]:
+        memories = [torch.zeros(2, 3) for _ in range(3)]
+        chosen = [draw.randrange(3) for _ in range(4)]
+        views = [draw.choice([memories[i], memories[i][1:], memories[i].t()]) for i in chosen]
+        return views, chosen
+
+    traced, first = drawn()
+    guard = SharedMemory.of(traced, range(4))
+    lines, scope = guard_lines([guard], {}, 4)
+    settings = tuple(setting.read() for setting in SETTINGS)
+    check = ClosureGuards().function(settings, lines, scope.objects)
+    for _ in range(8):
+        called, second = drawn()
+        same = all(
+            (first[i] == first[j]) == (second[i] == second[j]) for i in range(4) for j in range(4)
+        )
+        assert (check(called) is not None) == guard.is_met(called) == same
+    texts = list(guard.texts(lambda position: "abcd"[position]))
+    shared = [group for group in guard.groups if len(group) > 1]
+    expected = [f"{', '.join('abcd'[i] for i in group)} share memory" for group in shared]
+    apart = ", ".join("abcd"[group[0]] for group in guard.groups)
+    expected += [f"{apart} do not share memory"] if len(guard.groups) > 1 else []
+    assert texts == expected
 
 
 def test_a_guard_without_a_part_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any, NamedTuple
 
@@ -97,6 +98,19 @@ def test_the_metadata_of_a_tensor_accepts_it(tensor: torch.Tensor, attributes: s
     meta = guarantee(tensor, attributes)
     assert check(meta, tensor) == Bindings({}, {("x",): meta})
     assert accepts(MetaTensorType(rank=tensor.dim()), tensor)
+
+
+@given(tensors(), tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
+def test_a_contract_is_kept_where_its_check_accepts(
+    tensor: torch.Tensor, other: torch.Tensor, attributes: set[str]
+) -> None:
+    def f(x: Any) -> None: ...
+
+    contract = compile_descriptors({"x": guarantee(tensor, attributes)}, inspect.signature(f))
+    in_full = dataclasses.replace(contract, _fast_check=None)
+    for value in (tensor, other, None):
+        fits = accepts(guarantee(tensor, attributes), value)
+        assert contract.is_kept({"x": value}) == in_full.is_kept({"x": value}) == fits
 
 
 @given(tensors(), tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
