@@ -138,6 +138,25 @@ def test_read_values_are_guarded(what: str) -> None:
         os.environ.pop("SURROUNDINGS", None)
 
 
+def test_a_reason_names_the_gradient_or_the_item_that_has_changed() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    thing = types.SimpleNamespace(factor=2.0)
+    things = np.array([None, thing], dtype=object)
+
+    def f(x: Tensor) -> Tensor:
+        return x * things[1].factor + (0 if weight.grad is None else weight.grad)
+
+    program = specialize(f)
+    program(torch.ones(2))
+    thing.factor = 3.0
+    program(torch.ones(2))
+    assert "things[1].factor: 3.0, was 2.0" in str(program.cache_info())
+    weight.grad = None
+    program(torch.ones(2))
+    assert "weight.grad: None, was f32[2]" in str(program.cache_info())
+
+
 def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     """Functions that read an object which shows others, and changes of these."""
     table, raw, numbers = {"a": 2.0}, bytearray(b"\x02"), array.array("d", [2.0])
