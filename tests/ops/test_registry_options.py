@@ -19,7 +19,10 @@ from tests.ops.test_registry import APART, ROWS, seeded_calls
 # Arguments that are not changed, by operator, and the reason.
 KEPT: Mapping[tuple[str, str], str] = {
     ("aten::_embedding_bag_forward_only", "include_last_offset"): "sizes of results for backward",
-    ("aten::_new_zeros_with_same_feature_meta", "self_num_batch_dims"): "torch takes a negative one",
+    (
+        "aten::_new_zeros_with_same_feature_meta",
+        "self_num_batch_dims",
+    ): "a count of dims",
     ("aten::_weight_norm_interface", "dim"): "the kernel does not check that the norms fit",
     ("aten::_masked_softmax", "mask_type"): "masks of other kinds have other shapes",
     ("aten::to.dtype", "memory_format"): "the rule takes calls with the default alone",
