@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tsfunc.dispatch.user_checks import computes_check, raising_outcome, starts_trace
+from tsfunc.dispatch.user_checks import computes_check, looked_up, raising_outcome, starts_trace
 
 
 class Asked:
@@ -330,3 +333,47 @@ def test_a_condition_that_is_computed_of_a_number(
     run(func, asked)
     assert asked.refused is None
     assert asked.computes_check == expected
+
+
+class Key:
+    """A key that notes where it is looked up when its hash is taken."""
+
+    def __init__(self) -> None:
+        self.found: object = None
+        self.inner = self
+
+    def __hash__(self) -> int:
+        self.found = looked_up(sys._getframe(1))
+        return 1
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.table: dict[Any, int] = {}
+        self.names: set[Any] = {"a"}
+        self.adding: defaultdict[Any, int] = defaultdict(int)
+
+
+HOLDER = Holder()
+LOOKUPS: dict[str, tuple[Callable[[Key], object], object]] = {
+    "in a dict": (lambda key: key in HOLDER.table, (HOLDER.table, False)),
+    "not in a set": (lambda key: key not in HOLDER.names, (HOLDER.names, False)),
+    "by an attribute": (lambda key: key.inner in HOLDER.table, (HOLDER.table, False)),
+    "subscript": (lambda key: HOLDER.table[key], (HOLDER.table, False)),
+    "subscript by an attribute": (lambda key: HOLDER.table[key.inner.inner], (HOLDER.table, False)),
+    "subscript that adds": (lambda key: HOLDER.adding[key], (HOLDER.adding, True)),
+    "in the result of a call": (lambda key: key in dict(HOLDER.table), None),
+    "hash": (hash, None),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_shows_its_container(name: str) -> None:
+    look, expected = LOOKUPS[name]
+    HOLDER.table.clear()
+    key = Key()
+    with contextlib.suppress(KeyError):
+        look(key)
+    assert key.found == expected
+    if isinstance(expected, tuple):
+        assert isinstance(key.found, tuple) and key.found[0] is expected[0]

@@ -148,6 +148,21 @@ def test_a_tolerance_for_each_example(
     torch.testing.assert_close(tsfunc.vmap(f, in_dims)(x, tolerance), expected)
 
 
+@pytest.mark.parametrize("columns", [None, 1, 3])
+@pytest.mark.parametrize("choices", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("left", [True, False])
+def test_solutions_have_the_shape_of_the_right_side(
+    left: bool, choices: tuple[int, ...], columns: int | None
+) -> None:
+    a, wide = normal(4, 4) + 4 * torch.eye(4), normal(4, columns or 1)
+    b = wide[:, 0] if columns is None else wide if left else wide.mT.contiguous()
+    if columns is None and not left:
+        return
+    op = torch.ops.aten._linalg_solve_ex.default
+    assert check(op, a, b, left=left, choices=[choices])
+    assert check(torch.ops.aten.linalg_solve.default, a, b, left=left, choices=[choices])
+
+
 def test_an_error_names_the_example_that_it_is_about() -> None:
     codes, bad = torch.zeros(3, 4, dtype=torch.int32), int(torch.randint(3, ()))
     codes[bad, 2] = 2

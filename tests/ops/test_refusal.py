@@ -291,3 +291,22 @@ def test_error_inputs_of_torchs_database(op: Any) -> None:
                 with pytest.raises(Exception), warnings.catch_warnings():  # noqa: B017
                     warnings.simplefilter("ignore")
                     mapped(*pytree.tree_unflatten(inputs, tree))
+
+
+@pytest.mark.parametrize("bdim", [0, 2, -1])
+def test_calls_that_take_no_more_dims_are_refused_as_for_one_example(bdim: int) -> None:
+    whole = torch.randn(3, 2, 2, 2)
+    calls: list[Call] = [
+        torch.block_diag,
+        lambda x: torch.block_diag(x, x[0]),
+        lambda x: torch.reshape(x, (-1, -1)),
+        lambda x: torch.ops.aten.view_copy(x, [-1, -1]),
+        lambda x: torch.reshape(x, (3, 5)),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError) as one:
+            call(whole[0])
+        with pytest.raises(RuntimeError) as all_of_them:
+            tsfunc.vmap(call, bdim)(whole.movedim(0, bdim))
+        said, expected = (str(e.value).partition("\n")[0] for e in (all_of_them, one))
+        assert said == expected

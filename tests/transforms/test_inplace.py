@@ -218,6 +218,15 @@ def test_one_from_outside_is_refused(name: str) -> None:
     same(before, W)
 
 
+@pytest.mark.parametrize("size", [(1, 2, 2, 3), (2, 3, 1, 2), (1, 4, 3, 2)])
+def test_resize_to_channels_last(size: tuple[int, ...]) -> None:
+    def func(x: Tensor) -> Tensor:
+        return x.clone().resize_(size, memory_format=torch.channels_last) * 2
+
+    batch = torch.randn(3, 24)
+    same(vmap(func)(batch), loop(func, 3)(batch))
+
+
 def test_an_outer_batch_is_not_the_inner_one() -> None:
     """The tensor is batched over the outer vmap alone, so it has no dim for the inner examples."""
     x = torch.ones(3)

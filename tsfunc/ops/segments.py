@@ -28,7 +28,7 @@ def segment_reduce(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwar
     for name in ("lengths", "offsets"):
         if isinstance(named.get(name), Tensor):
             named[name] = expand_to_front(named[name], keyword_bdim(bdims, args, name), size)
-    if "unsafe" in named or len(tensors) == 1:  # the kernel's checks compute the least length
+    if len(tensors) == 1:  # the kernel's checks compute the least length
         named["unsafe"] = named.get("unsafe", False) or size == 0
     named["axis"] = wrap_dim(named.get("axis", 0), rank) + 1
     return op(*batched, reduction, **named), 0

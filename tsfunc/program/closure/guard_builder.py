@@ -273,8 +273,8 @@ class GuardBuilder:
         on_object: Callable[[Any, Source], None],
         on_function: Callable[[Any], None],
         on_opaque: Callable[[str, Any], None],
-        closure: Closure = "guard",
-        earlier: NumberHistory = MappingProxyType({}),
+        closure: Closure,
+        earlier: NumberHistory,
     ) -> None:
         self.name, self.closure = name, closure
         self.numbers = ClosureNumbers(earlier)
