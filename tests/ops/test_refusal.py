@@ -302,6 +302,8 @@ def test_calls_that_take_no_more_dims_are_refused_as_for_one_example(bdim: int) 
         lambda x: torch.reshape(x, (-1, -1)),
         lambda x: torch.ops.aten.view_copy(x, [-1, -1]),
         lambda x: torch.reshape(x, (3, 5)),
+        lambda x: torch.einsum("ij,jk->ik", x, x),
+        lambda x: torch.einsum("ij", x),
     ]
     for call in calls:
         with pytest.raises(RuntimeError) as one:

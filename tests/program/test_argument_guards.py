@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import load, specialize
+from tsfunc import Dim, load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.errors import DescriptorViolation, FileFormatError
@@ -27,7 +27,7 @@ from tsfunc.program.guard import Guard, GuardCode, Part
 from tsfunc.program.guarding import guards, trace_guards
 from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.guards import ArgumentGuard
-from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.guarding.inputs import InputSpec, input_text
 from tsfunc.program.guarding.trace_guards import SharedMemory
 
 
@@ -123,6 +123,12 @@ def test_shared_memory_is_guarded_as_a_partition(number: int) -> None:
     apart = ", ".join("abcd"[group[0]] for group in guard.groups)
     expected += [f"{apart} do not share memory"] if len(guard.groups) > 1 else []
     assert texts == expected
+
+
+def test_the_text_of_an_input_has_its_dtype_and_dims() -> None:
+    value = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert input_text(InputSpec(0, "x", value, (Dim("n"), 3))) == "bfloat16[n, 3]"
+    assert input_text(InputSpec(0, "x", value[0, 0], ())) == "bfloat16[]"
 
 
 def test_a_guard_without_a_part_is_an_error() -> None:
