@@ -79,7 +79,7 @@ def test_export_for_torch(file: Path, tmp_path: Path) -> None:
     module = torch.export.load(file.with_suffix(".pt2")).module()
     assert module(x).equal(tsfunc.load(file)(x))
     other = tmp_path / "other.pt2"
-    run("export", str(file), "--to", "pt2", "--output", str(other))
+    run("export", str(file), "--to", "pt2", "-o", str(other))
     assert other.exists()
     assert "there is no program 2. It has 1 program" in run(
         "export", str(file), "--to", "pt2", "--program", "2", code=1

@@ -113,7 +113,9 @@ def export_file(
     to: Annotated[
         ExportTarget, typer.Option(help="pt2: torch.export; onnx: ONNX; aoti: compiled by torch.")
     ],
-    output: str = typer.Option("", help="The file to write; by default beside FILE."),
+    output: str = typer.Option(
+        "", "--output", "-o", help="The file to write; by default beside FILE."
+    ),
     program: int = typer.Option(1, help="The program to export; 1 is the one used last."),
 ) -> None:
     """Write a program of a file in a format of torch's tools."""
@@ -158,7 +160,7 @@ def show_record(
         0, help="The run to show; 1 is the newest. A terminal prompts for it."
     ),
     listed: bool = typer.Option(False, "--list", help="List the recorded runs."),
-    output: str = typer.Option("", help="Write to a file."),
+    output: str = typer.Option("", "--output", "-o", help="Write to a file."),
 ) -> None:
     """Show what a run of Python did with tsfunc and its errors, to attach to a bug report."""
     runs = rage.runs()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as S
 from torch.optim.swa_utils import SWALR
@@ -115,6 +115,37 @@ def test_a_scheduler_inside_of_the_step(name: str, optimizer: str) -> None:
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert_same(one, other, i)
     assert made == programs
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "LinearLR", "CosineAnnealingLR"])
+def test_a_step_after_several_backward_passes(name: str) -> None:
+    """A flag says when to step. The order of the gradients is that of earlier programs."""
+    make, programs = SCHEDULERS[name]
+
+    def run(specialized: bool) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scheduler = make(optimizer)
+
+        def step(x: Tensor, last: bool) -> None:
+            (model(x).square().mean() / 2).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+
+        f = specialize(step) if specialized else step
+        for i in range(30):
+            f(torch.randn(4, 3, dtype=torch.float64), i % 2 == 1)
+        return model.state_dict(), f.cache_info().programs if specialized else 0  # type: ignore[attr-defined]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RetraceWarning)
+        found, made = run(True)
+    torch.testing.assert_close(found, run(False)[0])
+    # One more is for the pass without a step.
+    assert made == programs + 1
 
 
 def assert_same(found: Any, wanted: Any, i: int) -> None:

@@ -80,15 +80,15 @@ def _keeps_graph(arguments: Mapping[str, Any]) -> bool:
 
 
 def nodes_of(results: Sequence[Any]) -> Iterator[Any]:
-    """Yield the nodes of an autograd graph, each once."""
+    """Yield the nodes of an autograd graph, each once, in the same order in every process."""
     todo = [x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     seen = set(todo)
     while todo:
         node: Any = todo.pop()
         yield node
-        nodes = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= nodes
-        todo += nodes
+        nodes = dict.fromkeys(before for before, _ in node.next_functions if before is not None)
+        todo += [before for before in nodes if before not in seen]
+        seen.update(nodes)
 
 
 def graph_leaves(results: Sequence[Any]) -> Iterator[Any]:
