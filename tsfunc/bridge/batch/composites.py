@@ -126,7 +126,11 @@ def _istft(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten.istft.default.decompose(*args, **kwargs)
 
 
-@function_rules.replace(torch.index_fill, Tensor.index_fill)
+def _fills_number(kinds: Sequence[Any]) -> bool:
+    return len(kinds) > 3 and kinds[3] in (int, float, bool, complex)
+
+
+@function_rules.replace(torch.index_fill, Tensor.index_fill, left_to_torch=_fills_number)
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """``index_fill`` with a tensor as the value.
 
@@ -137,7 +141,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value, x))
 
 
-@function_rules.replace(Tensor.index_fill_)
+@function_rules.replace(Tensor.index_fill_, left_to_torch=_fills_number)
 def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
@@ -224,7 +228,11 @@ def _bounds_like_numbers(x: Tensor, bounds: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-@function_rules.replace(torch.cov, Tensor.cov)
+def _has_no_weights(kinds: Sequence[Any]) -> bool:
+    return all(kind in (int, type(None)) for kind in kinds[1:])
+
+
+@function_rules.replace(torch.cov, Tensor.cov, left_to_torch=_has_no_weights, symbolic=True)
 def _cov(
     x: Tensor,
     *,

@@ -270,7 +270,8 @@ def update_history(value: Any) -> None:
     """
     if isinstance(value, _Tensor):
         with DisableTorchFunctionSubclass():
-            _grad_fn_of(value)
+            if value.requires_grad:
+                _grad_fn_of(value)
 
 
 def wrap_in_python(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTracer:

@@ -198,7 +198,7 @@ class TorchOperator(Operator):
     def _direct_rule(self) -> Rule | None:
         """Return the rule of a call that is not special, or that writes its first argument only."""
         if self.row is None:
-            parts = self.composite and not self.special and not self.is_view
+            parts = self.composite and not self.special
             return hooks.rule_of_parts.provided(self) if parts else None
         inplace = self.inplace and self.written == (0,) and not self.random
         return self.row.rule if inplace or not self.special else None
@@ -213,9 +213,11 @@ class TorchOperator(Operator):
 
     def written_by_call(self, args: Args) -> tuple[int, ...]:
         """Return the positions of the arguments that a call with these arguments writes to."""
-        if self.name in STATISTICS and not updates_statistics(self.name, args):
+        if self.name not in STATISTICS:
+            return self.written
+        if not updates_statistics(self.name, args):
             return ()
-        return self.written
+        return tuple(i for i in self.written if args[i] is not None)
 
     def written_argument(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the first argument of an in-place call, in its new shape if it has one."""

@@ -222,9 +222,10 @@ _SIZES: Final = frozenset({int, list, tuple, torch.Size})
 
 function_rules: Final = FunctionRules()
 function_rules.add(
-    Stage.METHOD, _view_rule, torch.Tensor.view, view=True, left_to_torch=_is_in_front
-)
-function_rules.add(Stage.METHOD, _view_rule, torch.Tensor.view_as, torch.view_as_complex, view=True)
+    Stage.METHOD, _view_rule, torch.Tensor.view, torch.view_as_complex, view=True,
+    left_to_torch=_is_in_front,
+)  # fmt: skip
+function_rules.add(Stage.METHOD, _view_rule, torch.Tensor.view_as, view=True)
 function_rules.add(
     Stage.METHOD, _reshape_rule, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
     torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
