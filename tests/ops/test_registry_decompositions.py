@@ -73,3 +73,18 @@ def test_a_decomposition_computes_the_results_of_its_operator(name: str) -> None
             for mine, theirs in pairs[: FIRST_RESULTS.get(name)]:
                 if isinstance(mine, Tensor):  # torch may compute gradients that are not needed
                     torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["_softmax", "_safe_softmax", "_log_softmax", "logsumexp"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_exponentials_of_distant_rows_do_not_overflow(name: str, dim: int) -> None:
+    """Each row is compared with its own maximum."""
+    far = torch.tensor([0.0, 1000.0, -1000.0])
+    x = torch.randn(3, 3, dtype=torch.float64) + (far if dim == 0 else far[:, None])
+    rest: dict[str, tuple[Any, ...]] = {
+        "_softmax": (dim, False), "_log_softmax": (dim, False), "logsumexp": ([dim],),
+        "_safe_softmax": (dim,),
+    }  # fmt: skip
+    expected = overload(f"aten::{name}")(x, *rest[name])
+    for decomposition in DECOMPOSITIONS[f"aten::{name}"]:
+        torch.testing.assert_close(decomposition(x, *rest[name]), expected)

@@ -1,7 +1,7 @@
 """The law of every row for optional arguments: a rule passes each of them on.
 
 The calls are those of ``test_registry.py``, with another value of one argument that has a default:
-the other bool, and greater and smaller numbers. Calls that torch refuses are left out.
+the other bool, greater and smaller numbers, other strings. Calls that torch refuses are left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KEPT: Mapping[tuple[str, str], str] = {
     ("aten::_masked_softmax", "mask_type"): "masks of other kinds have other shapes",
     ("aten::to.dtype", "memory_format"): "the rule takes calls with the default alone",
 }
+# Values of arguments that are strings; each operator refuses most of them.
+STRINGS = ("ortho", "forward", "lower", "midpoint", "tanh", "trunc", "floor", "U", "L")
 Changed = tuple[list[Any], dict[str, Any]]
 
 
@@ -41,6 +43,8 @@ def other_values(argument: Any) -> Iterator[Any]:
         yield from (default + 1, default - 1)
     elif isinstance(default, float):
         yield from (default * 2 + 0.25, default / 2)
+    elif "str" in kind:
+        yield from STRINGS
     elif default is None:
         kind = kind.removeprefix("Optional[").removesuffix("]")
         values: dict[str, tuple[Any, ...]] = {

@@ -351,6 +351,26 @@ def test_parameters_are_checked() -> None:
             drawing(draw)(X)
 
 
+RANGES: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "uniform_": (lambda x: torch.empty(400).uniform_(), 0.0, 1.0),
+    "uniform_ of bounds": (lambda x: torch.empty(400).uniform_(-3, -1), -3.0, -1.0),
+    "rand": (lambda x: torch.rand(400), 0.0, 1.0),
+    "random_ to": (lambda x: torch.empty(400).random_(3), 0.0, 2.0),
+    "random_ from": (lambda x: torch.empty(400).random_(-2, 3), -2.0, 2.0),
+    "randint": (lambda x: torch.randint(5, 9, (400,)), 5.0, 8.0),
+    "bernoulli_": (lambda x: torch.empty(400).bernoulli_(), 0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_fill_their_range(name: str) -> None:
+    draw, low, high = RANGES[name]
+    drawn = drawing(draw)(X).double()
+    margin = (high - low) / 20
+    assert low <= float(drawn.min()) <= low + margin
+    assert high - margin <= float(drawn.max()) <= high
+
+
 BOUNDS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "bernoulli_": (torch.Tensor.bernoulli_, [(p,) for p in (-0.1, 0.0, 0.5, 1.0, 1.1)]),
     "geometric_": (torch.Tensor.geometric_, [(p,) for p in (-1.0, 0.0, 0.5, 1.0, 2.0)]),
