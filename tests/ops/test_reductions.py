@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ OF_ALL = "sum mean prod max min all any median nanmedian norm.Scalar aminmax".sp
 ALONG = "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp cumsum_ cumprod_".split()
 SOFTMAX = """_softmax _log_softmax _safe_softmax softmax.int log_softmax.int special_softmax
     special_log_softmax""".split()
-SINGLY = """aten::aminmax aten::dist aten::renorm aten::renorm_ aten::kthvalue aten::count_nonzero
+SINGLY = """aten::aminmax aten::cov
+    aten::dist aten::renorm aten::renorm_ aten::kthvalue aten::count_nonzero
     aten::norm.ScalarOpt_dtype aten::norm.ScalarOpt_dim_dtype aten::_softmax_backward_data
     aten::_log_softmax_backward_data aten::glu aten::glu_backward aten::glu_jvp
     aten::glu_backward_jvp aten::count_nonzero.dim_IntList""".split()
@@ -242,3 +244,28 @@ def test_the_selected_element_of_a_scalar_of_any_dtype(name: str, dtype: torch.d
         expected = [f(each) for each in x]
         assert values.flatten().equal(torch.stack([each[0] for each in expected]))
         assert indices.flatten().equal(torch.stack([each[1] for each in expected]))
+
+
+@pytest.mark.parametrize("name", ["cov", "corrcoef"])
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.int64])
+def test_covariance(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    chosen = random.Random(torch.initial_seed() + len(shape))
+    dim = chosen.randint(0, len(shape))
+    x = torch.randint(-9, 9, (5, *shape)).to(dtype) * (1 if dtype is torch.int64 else 0.7)
+    function = getattr(torch, name)
+    options = {"correction": chosen.choice([0, 1, 2])} if name == "cov" else {}
+    expected = torch.stack([function(row, **options) for row in x])
+
+    def f(row: torch.Tensor) -> torch.Tensor:
+        return function(row, **options)
+
+    found = tsfunc.vmap(f, dim)(x.movedim(0, dim))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    program = tsfunc.specialize(tsfunc.vmap(f, dim))
+    torch.testing.assert_close(program(x.movedim(0, dim)), expected, equal_nan=True)
+
+
+def test_covariance_warns_of_missing_degrees_of_freedom() -> None:
+    with pytest.warns(UserWarning, match="degrees of freedom is <= 0"):
+        tsfunc.vmap(torch.cov)(torch.randn(3, 2, 1))

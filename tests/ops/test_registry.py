@@ -68,6 +68,7 @@ def seeded_calls(name: str) -> list[Call]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:cov.*degrees of freedom")
 @each("name", sorted(ROWS - APART))
 def test_a_rule_is_the_loop_over_its_operator(name: str) -> None:
     assert sum(check(overload(name), *args, **kwargs) for args, kwargs in seeded_calls(name))

@@ -7,6 +7,7 @@ size 1, because its only physical dim is the batch dim.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from tsfunc.ops.compressed import LAYOUTS
 from tsfunc.ops.dims import (
     align,
+    batch_to_front,
     check_dims_of_scalar,
     every_dim,
     expand_at,
@@ -134,6 +136,30 @@ def arg_extreme(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs:
     if len(args) > 2 and args[2]:
         out = out.reshape(out.shape + (1,) * (x.dim() - 1))
     return out, 0
+
+
+@row("aten::cov")
+def covariance(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: Kwargs) -> Any:
+    """Covariance without weights; with weights torch reads their values to check them."""
+    if kwargs.get("fweights") is not None or kwargs.get("aweights") is not None:
+        return NotImplemented
+    x = batch_to_front(args[0], bdims[0])
+    if x.dim() > 3 or x.dtype is torch.bool:
+        return raise_as_one_example(op, bdims, args, kwargs)
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.get_default_dtype())
+    if x.dim() < 3:
+        x = x.reshape(level.batch_size, 1, -1 if x.dim() == 2 else 1)
+    degrees = x.shape[2] - kwargs.get("correction", 1)
+    if type(degrees) is int and degrees <= 0:
+        warnings.warn(
+            "cov(): degrees of freedom is <= 0. Correction should be strictly less than the number "
+            "of observations.",
+            stacklevel=2,
+        )
+    centred = x - x.mean(2, keepdim=True)
+    out = centred @ centred.mT.conj() / torch.sym_max(degrees, 0)
+    return (out.flatten(0) if x.shape[1] == 1 else out), 0
 
 
 @row("aten::aminmax")
