@@ -269,3 +269,23 @@ def test_covariance(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> No
 def test_covariance_warns_of_missing_degrees_of_freedom() -> None:
     with pytest.warns(UserWarning, match="degrees of freedom is <= 0"):
         tsfunc.vmap(torch.cov)(torch.randn(3, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["cov", "corrcoef"])
+def test_covariance_is_differentiated_in_the_body_of_a_program(name: str) -> None:
+    function = getattr(torch, name)
+    weights = torch.randn(3, 3)
+
+    def as_it_is(x: torch.Tensor) -> torch.Tensor:
+        return (function(x) * weights).sum()
+
+    def of_sine(x: torch.Tensor) -> torch.Tensor:
+        return (function(x.sin()) * weights).sum()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return tsfunc.cond(x.sum() > 0, as_it_is, of_sine, x)
+
+    x = torch.rand(3, 5)
+    program = tsfunc.specialize(tsfunc.grad(f))
+    torch.testing.assert_close(program(x), torch.func.grad(as_it_is)(x))
+    torch.testing.assert_close(program(-x), torch.func.grad(of_sine)(-x))

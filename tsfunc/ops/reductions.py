@@ -146,20 +146,25 @@ def covariance(op: Any, level: RuleLevel, bdims: BatchDims, args: Args, kwargs: 
     x = batch_to_front(args[0], bdims[0])
     if x.dim() > 3 or x.dtype is torch.bool:
         return raise_as_one_example(op, bdims, args, kwargs)
-    if not (x.is_floating_point() or x.is_complex()):
-        x = x.to(torch.get_default_dtype())
     if x.dim() < 3:
         x = x.reshape(level.batch_size, 1, -1 if x.dim() == 2 else 1)
-    degrees = x.shape[2] - kwargs.get("correction", 1)
+    out = unweighted_covariance(x, kwargs.get("correction", 1))
+    return (out.flatten(0) if x.shape[1] == 1 else out), 0
+
+
+def unweighted_covariance(x: Tensor, correction: int) -> Tensor:
+    """Return the covariances of the rows of matrices (..., variables, observations)."""
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.get_default_dtype())
+    degrees = x.shape[-1] - correction
     if type(degrees) is int and degrees <= 0:
         warnings.warn(
             "cov(): degrees of freedom is <= 0. Correction should be strictly less than the number "
             "of observations.",
             stacklevel=2,
         )
-    centred = x - x.mean(2, keepdim=True)
-    out = centred @ centred.mT.conj() / torch.sym_max(degrees, 0)
-    return (out.flatten(0) if x.shape[1] == 1 else out), 0
+    centred = x - x.mean(-1, keepdim=True)
+    return centred @ centred.mT.conj() / torch.sym_max(degrees, 0)
 
 
 @row("aten::aminmax")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
+from tsfunc.bridge.batch.symbolic_composites import reads_in_trace
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules
@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.ops.dims import wrap_dim
 from tsfunc.ops.random import require_one_distribution
+from tsfunc.ops.reductions import unweighted_covariance
 from tsfunc.ops.refusal import require
 
 function_rules: Final = FunctionRules()
@@ -240,8 +241,12 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Any:
-    """Covariance with weights, whose values torch reads to check them, or of symbolic sizes."""
-    if fweights is None and aweights is None and not needs_plain_sizes(x):
+    """Covariance with weights, whose values torch reads to check them, or in a trace.
+
+    torch also reads a tensor to check the degrees of freedom.
+    """
+    unweighted = fweights is None and aweights is None
+    if (unweighted and not reads_in_trace(x)) or x.dtype is torch.bool:
         return NotImplemented
     if x.dim() > 2:
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
@@ -264,8 +269,7 @@ def _cov(
         require(weight >= 0, f"cov(): {name} cannot be negative")
         weights = weight if weights is None else weights * weight
     if weights is None:
-        centred = x - x.mean(1, keepdim=True)
-        return (centred @ centred.mT.conj() / torch.sym_max(x.shape[1] - correction, 0)).squeeze()
+        return unweighted_covariance(x, correction).squeeze()
     total = weights.sum()
     require(total != 0, "cov(): weights sum to zero, can't be normalized")
     mean = (x * weights).sum(1) / total

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import FunctionRules
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 
@@ -35,7 +36,15 @@ def needs_plain_sizes(*values: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
-@function_rules.replace(torch.corrcoef, Tensor.corrcoef, serves=needs_plain_sizes, symbolic=True)
+def reads_in_trace(x: Tensor) -> bool:
+    """True if a composite kernel that reads a tensor must not run on a tracer: on one of a trace.
+
+    The derivative of a body of control flow runs the kernel on tracers without data.
+    """
+    return not isinstance(x, BatchTracer) or needs_plain_sizes(x)
+
+
+@function_rules.replace(torch.corrcoef, Tensor.corrcoef, serves=reads_in_trace, symbolic=True)
 def _corrcoef(input: Tensor) -> Any:
     if input.dim() > 2:
         return NotImplemented
