@@ -83,6 +83,13 @@ C = TypeVar("C")
 Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
 
 
+class AbandonedRun(BaseException):
+    """Internal: ends a run of the user's function, which is run again in another way.
+
+    Not an ``Exception``, so that the user's function does not catch it.
+    """
+
+
 class Location(NamedTuple):
     """A line of code and the function that contains it."""
 

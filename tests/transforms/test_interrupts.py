@@ -31,6 +31,7 @@ from tsfunc.bridge.grad import dual_level
 from tsfunc.bridge.tracers.interrupts import open_blocks, outermost
 from tsfunc.dispatch import state
 from tsfunc.program.closure import instances
+from tsfunc.user_code import AbandonedRun
 
 X = torch.arange(1.0, 7.0).view(3, 2).sin()
 
@@ -560,6 +561,21 @@ def test_an_error_of_torchs_that_replaces_an_interrupt(name: str, interrupt: Bas
         transforms[name](X)
     assert caught.value is interrupt
     assert observed() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no result")])
+def test_an_abandoned_run_is_no_interrupt(error: BaseException) -> None:
+    def again(x: Tensor) -> Tensor:
+        block(lambda: throw(error), AbandonedRun())
+        return x
+
+    def throw(error: BaseException) -> None:
+        raise error
+
+    block = block_of(os.path.dirname(tsfunc.__file__))
+    with pytest.raises(type(error)) as caught:
+        tsfunc.vmap(again)(X)
+    assert caught.value is error
 
 
 def test_an_interrupt_that_the_function_handles_is_its_own() -> None:

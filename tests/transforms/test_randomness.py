@@ -305,8 +305,10 @@ def test_bounds_of_each_example(randomness: str) -> None:
     assert shared.unique().tolist() == [0, 1] and len(shared.unique(dim=0)) == 3
     drawn = vmap(lambda h: torch.randint_like(x[0], h), randomness=randomness)(high)
     assert drawn.shape == (3, 200) and bool((drawn < high[:, None]).all())
-    with pytest.raises(RuntimeError, match="a high above 0"):
+    with pytest.raises(RuntimeError, match="from=0 >= to=-1"):  # the first example's error
         vmap(draw, randomness=randomness)(x, -high)
+    with pytest.raises(RuntimeError, match="a high above 0"):
+        vmap(draw, randomness=randomness)(x, high * torch.tensor([1, 1, -1]))
     with pytest.raises(RuntimeError, match="same randomness with a batched"):
         vmap(draw, randomness="same")(x, high)
 

@@ -25,6 +25,7 @@ import torch
 
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
+from tsfunc.user_code import AbandonedRun
 
 T = TypeVar("T")
 
@@ -115,11 +116,8 @@ class Assumptions:
 _OF_SYMBOLS = {"varying", "dims", "closure_numbers", "described_numbers", "fixed"}
 
 
-class Retrace(BaseException):
-    """Internal: an assumption of a trace does not hold; trace the function again under others.
-
-    The class is not an ``Exception``, so that the traced function does not handle it.
-    """
+class Retrace(AbandonedRun):
+    """Internal: an assumption of a trace does not hold; trace the function again under others."""
 
     def __init__(self, assumptions: Assumptions) -> None:
         super().__init__(assumptions)

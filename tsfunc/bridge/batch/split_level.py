@@ -42,13 +42,11 @@ from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.storages import tensor_with_memory
 from tsfunc.ops.splitting import groups_of, take_examples
+from tsfunc.user_code import AbandonedRun
 
 
-class RestartRun(BaseException):
-    """Internal: aborts the run of a level's examples, which the vmapped call then repeats.
-
-    The base class is not ``Exception``, so that the user's function does not catch it.
-    """
+class RestartRun(AbandonedRun):
+    """Internal: aborts the run of a level's examples, which the vmapped call then repeats."""
 
     def __init__(self, level: BatchLevel) -> None:
         super().__init__(f"{level.name} starts over (internal to tsfunc; it should be caught)")

@@ -7,13 +7,13 @@ from types import TracebackType
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.generators import GeneratorStates
+from tsfunc.user_code import AbandonedRun
 
 
-class NeedsWholeBatch(BaseException):
+class NeedsWholeBatch(AbandonedRun):
     """Internal: a body that runs on a subset needs values of the other examples.
 
-    The code that selected the subset runs the body on all examples instead. Not an ``Exception``,
-    so that the user's function does not catch it.
+    The code that selected the subset runs the body on all examples instead.
     """
 
     def __init__(self, level: BatchLevel) -> None:

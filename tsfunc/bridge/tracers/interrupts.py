@@ -112,7 +112,7 @@ from tsfunc import hooks
 from tsfunc.bridge.tracers.dynamo import run_compiled_code_eagerly
 from tsfunc.bridge.tracers.mode_handlers import guard_handlers, put_back, replace, replacements
 from tsfunc.dispatch.state import active_levels, tls
-from tsfunc.user_code import MODULES
+from tsfunc.user_code import MODULES, AbandonedRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -397,10 +397,13 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 # --- interrupts that an error of a library replaces
 
 
+_NO_INTERRUPTS = (Exception, GeneratorExit, AbandonedRun)
+
+
 def _replaced_interrupt(error: BaseException) -> BaseException | None:
     """Return the interrupt that led to an error: NOTE [errors in place of interrupts]."""
     for exception in _with_causes(error):
-        if isinstance(exception, (Exception, GeneratorExit)) or exception is error:
+        if exception is error or isinstance(exception, _NO_INTERRUPTS):
             continue
         step = exception.__traceback__
         if step is not None and step.tb_frame.f_code.co_filename.startswith(_LIBRARIES):

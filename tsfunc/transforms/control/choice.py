@@ -19,6 +19,7 @@ from tsfunc.bridge.tracers.nesting import innermost_value, nested_tracers
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import SYMBOLIC
 from tsfunc.errors import DataDependentError
+from tsfunc.user_code import AbandonedRun
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _is_readable(value: Any) -> bool:
     return not any(batched) and not isinstance(innermost_value(value, kinds), Tracer)
 
 
-class DiffersAtInnerLevel(BaseException):
+class DiffersAtInnerLevel(AbandonedRun):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 
     ``caller`` is the caller that needs the predicate; it handles the choice at the inner level.
