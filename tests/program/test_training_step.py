@@ -142,6 +142,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Rprop": (O.Rprop, {}),
     "ASGD": (O.ASGD, {"t0": 2}),
     "RAdam": (O.RAdam, {}),
+    "Adafactor": (O.Adafactor, {"lr": 0.1, "weight_decay": 0.1}),
 }
 # ASGD takes other branches from its third step on, by the number of steps in its state.
 BRANCHES = {("ASGD", False): (1, 2, 2, 3, 4), ("ASGD", True): (1, 2, 2, 3, 3)}
@@ -672,7 +673,12 @@ def test_the_function_s_own_error() -> None:
 
 
 def test_an_optimizer_that_decides_by_data_is_refused_in_plain_words() -> None:
-    trial = Trial(lambda model: torch.optim.Adafactor(model.parameters()))
+    def clip(optimizer: Any, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(sorted([1.0, 0.5 / p.grad.norm().item()])[0])
+
+    trial = Trial()
+    trial.optimizer.register_step_pre_hook(clip)
     step: Step = tsfunc.specialize(plain(trial))
     with pytest.raises(DataDependentError) as caught:
         step(torch.randn(6, 4), torch.randn(6, 2))

@@ -3,7 +3,8 @@
 C++ makes a Python bool of the results of ``equal`` and ``allclose``. A trace calls the operators
 themselves instead. The answer is a symbolic number without a hint, like that of ``item()`` (NOTE
 [sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers,
-and for the count of batches from which ``BatchNorm(momentum=None)`` computes its momentum.
+for the count of batches from which ``BatchNorm(momentum=None)`` computes its momentum, and for the
+norms from which ``Adafactor`` computes its step.
 """
 
 from __future__ import annotations
@@ -75,6 +76,22 @@ def _float(value: Any) -> Any:
 
 # BatchNorm calls float() on its count of batches, and Python requires a float of ``__float__``.
 vars(torch.nn.modules.batchnorm)["float"] = _float
+
+
+def _extreme(choose: Callable[..., Any], of_symbols: Callable[[Any, Any], Any]) -> Any:
+    """Return ``max`` or ``min`` of two values: a symbolic number if one of them is symbolic."""
+
+    def chosen(*values: Any) -> Any:
+        symbolic = len(values) == 2 and any(isinstance(v, torch.SymFloat) for v in values)
+        return of_symbols(*values) if symbolic else choose(*values)
+
+    return chosen
+
+
+# Adafactor bounds its step by norms of parameters and updates. Python's functions compare them.
+torch.optim.Adafactor.__init__.__globals__.update(
+    max=_extreme(max, torch.sym_max), min=_extreme(min, torch.sym_min)
+)
 
 function_rules: Final = FunctionRules()
 function_rules.add(
