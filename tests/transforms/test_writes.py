@@ -557,15 +557,25 @@ def run(
     w: Tensor,
     views: Sequence[Callable[[Tensor], Tensor]] = VIEWS,
 ) -> tuple[Tensor, ...]:
-    """Make tensors, take views of them and write into them, by the given steps."""
+    """Make tensors, take views of them and write into them, by the given steps.
+
+    A detached part of a tensor has no base. If a view of it reaches elements outside of it, no
+    tensor covers both, and a write is refused (the test below).
+    """
     tensors = [torch.zeros(6)]
+    detached_parts: set[int] = set()
     for kind, which, how in program:
         target = tensors[which % len(tensors)]
         if kind == "m":
             shape = SHAPES[which % len(SHAPES)]
             tensors.append(MAKERS[how % len(MAKERS)](shape, w))
         elif kind == "v" and target.dim() and target.numel() > 1 and target.shape[0] > 1:
-            tensors.append(views[how % len(views)](target))
+            place, view = which % len(tensors), how % len(views)
+            is_part = place in detached_parts
+            tensors.append((WITHIN if is_part else views)[view](target))
+            detaches = view == 9 or (view == 8 and target.dim() < 2)
+            if (is_part and view != 10) or (detaches and target.numel() < 6):
+                detached_parts.add(len(tensors) - 1)
         elif kind == "w" and target.dim():
             CHANGES[how % len(CHANGES)](target, x)
     return tuple(tensors)
@@ -585,6 +595,18 @@ def test_random_programs_equal_the_loop(program: Any, dim: int, collect: bool) -
     want = loop(func, 4)(x)
     same(vmap(func, in_dims=dim)(x.movedim(0, dim)), want)
     same(vmap(vmap(func))(x.view(2, 2, 6)), tuple(t.view(2, 2, *t.shape[1:]) for t in want))
+
+
+def test_a_view_that_reaches_out_of_a_detached_part_is_refused() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        whole = torch.zeros(6)
+        part = whole[::2].detach()
+        both = part.as_strided((2,), (1,), 0)
+        whole.copy_(x)
+        return whole, part, both
+
+    with pytest.raises(RuntimeError, match="can't all become batched"):
+        vmap(f)(torch.ones(4, 6))
 
 
 def test_repeated_writes_into_a_detached_view_are_differentiated() -> None:
