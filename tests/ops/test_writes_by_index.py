@@ -67,6 +67,7 @@ def drawn_argument(kind: Any, lead: tuple[int, ...]) -> tuple[Tensor, int]:
     return torch.randn(*lead, *kind, dtype=torch.float64), len(kind)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_by_index_is_the_loop(name: str, number: int) -> None:
