@@ -74,21 +74,26 @@ def trainings(call: Call, chosen: random.Random) -> list[bool]:
     return [chosen.random() < 0.5 for _ in range(5)]
 
 
+def check(call: Call, function: Callable[..., Tensor], chosen: random.Random) -> None:
+    """Compare calls under vmap with the loop, and the statistics after each call."""
+    ours, expected = call.copied(), call.copied()
+    for training in trainings(call, chosen):
+
+        def f(*tensors: Any, training: bool = training) -> Tensor:
+            return function(*tensors, training)
+
+        out = vmap(f, tuple(call.dims))(*ours)
+        torch.testing.assert_close(out, call.by_loop(function, expected, training))
+        for found, running in zip(ours[3:], expected[3:], strict=True):
+            torch.testing.assert_close(found, running)
+
+
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("number", range(12))
 def test_calls_are_the_loop_in_training_and_evaluation(name: str, number: int) -> None:
     chosen = random.Random(torch.initial_seed() + number)
     call = Call(name, chosen)
-    ours, expected = call.copied(), call.copied()
-    for training in trainings(call, chosen):
-
-        def f(*tensors: Any, training: bool = training) -> Tensor:
-            return call.function(*tensors, training)
-
-        out = vmap(f, tuple(call.dims))(*ours)
-        torch.testing.assert_close(out, call.by_loop(call.function, expected, training))
-        for found, running in zip(ours[3:], expected[3:], strict=True):
-            torch.testing.assert_close(found, running)
+    check(call, call.function, chosen)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -96,20 +101,11 @@ def test_calls_are_the_loop_in_training_and_evaluation(name: str, number: int) -
 def test_derivatives_of_examples_are_those_of_the_loop(name: str, number: int) -> None:
     chosen = random.Random(torch.initial_seed() + number)
     call = Call(name, chosen)
-    ours, expected = call.copied(), call.copied()
-    for training in trainings(call, chosen):
 
-        def loss(x: Tensor, *rest: Any) -> Tensor:
-            *tensors, training = rest
-            return call.function(x, *tensors, training).sin().sum()
+    def loss(*args: Any) -> Tensor:
+        return call.function(*args).sin().sum()
 
-        def f(*tensors: Any, training: bool = training) -> Tensor:
-            return grad(loss)(*tensors, training)
-
-        out = vmap(f, tuple(call.dims))(*ours)
-        torch.testing.assert_close(out, call.by_loop(grad(loss), expected, training))
-        for found, running in zip(ours[3:], expected[3:], strict=True):
-            torch.testing.assert_close(found, running)
+    check(call, grad(loss), chosen)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -7,26 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.program import browser
 from tests.program.browser import Page
-from tsfunc import cond, explain, scan, specialize, vmap
+from tests.program.test_pages import looped
+from tsfunc import explain, specialize, vmap
 
 pytestmark = pytest.mark.skipif(
     browser.COMMAND is None, reason="chromium is not installed: make browser"
 )
-
-WEIGHT = torch.randn(3, 3)
-
-
-def looped(x: Tensor) -> tuple[Tensor, Tensor]:
-    start = (x @ WEIGHT).relu()
-
-    def step(c: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        return cond(c.sum() > 0, torch.sin, lambda c: c.cos() + 1, c), c
-
-    return scan(step, start[0], torch.arange(3))
 
 
 @pytest.fixture(scope="module")

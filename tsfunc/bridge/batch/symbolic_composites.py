@@ -3,6 +3,7 @@
 A trace has such ints only for fixed sizes. If a level records autograd and a size is symbolic, the
 function handler therefore calls the replacements below, which use operators that accept symbolic
 sizes. Without autograd a composite operator reaches the trace whole, and needs no replacement.
+``corrcoef`` is replaced in every trace, because its kernel reads a tensor.
 The replacement of ``take_along_dim`` without a dim serves batches, too.
 """
 
@@ -37,7 +38,7 @@ def needs_plain_sizes(*values: Any) -> bool:
 
 
 def reads_in_trace(x: Tensor) -> bool:
-    """True if a composite kernel that reads a tensor must not run on a tracer: on one of a trace.
+    """True for a tracer on which a composite kernel must not run that reads a tensor of its own.
 
     The derivative of a body of control flow runs the kernel on tracers without data.
     """

@@ -351,22 +351,18 @@ class TraceTracer(Tracer):
         return known_number(self.node, self.dispatch_level.tensors_outside())
 
     def read(self, name: str) -> Any:
-        is_test = name == "__bool__" or (name == "item" and self.value.dtype is torch.bool)
-        refused = None
-        if is_test and self.value.numel() == 1:
-            refused = refused_outcome(catchable=False)
-        if refused is not None:
+        single = name in ("__bool__", "item") and self.value.numel() == 1
+        is_test = single and (name == "__bool__" or self.value.dtype is torch.bool)
+        guards = self.dispatch_level.tensor_guards
+        if is_test and (refused := refused_outcome(catchable=False)) is not None:
             return self._assume(not refused)
-        if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
+        if name == "item" and single and not self.value.is_complex():
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name in _READS and (number := self.known_number()) is not None:
             return _READS[name](number)
-        answer = None
-        if name == "__bool__" and self.value.numel() == 1:
-            answer = self.dispatch_level.tensor_guards.answer(self.node)
-        if answer is not None:
+        if name == "__bool__" and single and (answer := guards.answer(self.node)) is not None:
             return bool(answer)
         raise DataDependentError(data_dependent_message(name, self.dispatch_level.name))
 

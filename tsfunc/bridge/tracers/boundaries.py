@@ -141,7 +141,7 @@ def keep_call_of_example(error: Exception, func: Any, args: Any, kwargs: Any = N
 
 
 def _error_of_example(kind: type, func: Any, args: Any, kwargs: Any) -> str | None:
-    """Return the message of torch's error for the first example; None if there is no such error.
+    """Return the message of torch's error of a class for the first example, or None.
 
     NOTE [messages of examples]
     torch's message for a call of a rule has the sizes of all examples and counts their dims, and
@@ -151,7 +151,7 @@ def _error_of_example(kind: type, func: Any, args: Any, kwargs: Any) -> str | No
     """
     try:
         example, named = pytrees.tree_map(_first_example, (args, kwargs))
-    except Exception:  # there are no examples, or their sizes are not known
+    except Exception:  # the batch is empty, or its sizes are not known
         return None
     try:
         func(*example, **named)

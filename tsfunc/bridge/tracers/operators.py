@@ -73,7 +73,7 @@ of the user or of torch, which the call has reached: a checkpoint ends its secon
 _ALWAYS_RULED = frozenset({"aten::view_as_real"})
 
 
-def updates_statistics(name: str, args: Sequence[Any]) -> bool:
+def _updates_statistics(name: str, args: Sequence[Any]) -> bool:
     """True if a call of such an operator is in training and has a momentum."""
     decisive = [True, *args[5:6]] if name == "aten::_batch_norm_with_update" else args[5:7]
     return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
@@ -215,7 +215,7 @@ class TorchOperator(Operator):
         """Return the positions of the arguments that a call with these arguments writes to."""
         if self.name not in STATISTICS:
             return self.written
-        if not updates_statistics(self.name, args):
+        if not _updates_statistics(self.name, args):
             return ()
         return tuple(i for i in self.written if args[i] is not None)
 

@@ -229,7 +229,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
     if isinstance(func, OpOverload):
         op = operator_of(func)
         if op.name in STATISTICS:
-            return _running_statistics(op, op.signature.in_order(args, kwargs))
+            return _running_statistics(op, args, kwargs)[1]
         written = [args[i] for i in op.written if i < len(args)]
         arguments = op.signature.arguments
         named = [arguments[i].name for i in op.written if i >= len(args)]
@@ -238,8 +238,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
         return [kwargs["out"]]
     prepare = WRITERS.get(func)
     if prepare is _statistics:
-        op = _operator_with_statistics(func)
-        return _running_statistics(op, op.signature.in_order(args, kwargs))
+        return _running_statistics(_operator_with_statistics(func), args, kwargs)[1]
     writes_first = prepare is _first or (
         isinstance(func, OpOverloadPacket) and func.__name__.endswith("_")
     )
@@ -299,10 +298,10 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     The new value of each running statistic depends on ``x`` and on its old value.
     """
     op = operator_of(func) if isinstance(func, OpOverload) else _operator_with_statistics(func)
-    ordered = op.signature.in_order(args, kwargs)
-    for running in _running_statistics(op, ordered):
-        values, words = (ordered[0], running), _STATISTICS_IN_TORCH_FUNC
-        prepare_write(func.__name__, running, values, recorded=False, words=words)
+    x, written = _running_statistics(op, args, kwargs)
+    for running in written:
+        words = _STATISTICS_IN_TORCH_FUNC
+        prepare_write(func.__name__, running, (x, running), recorded=False, words=words)
 
 
 def _operator_with_statistics(func: Callable[..., Any]) -> TorchOperator:
@@ -310,10 +309,16 @@ def _operator_with_statistics(func: Callable[..., Any]) -> TorchOperator:
     return operator_of(getattr(torch.ops.aten, func.__name__).default)
 
 
-def _running_statistics(op: TorchOperator, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the written running statistics: none if they are empty or the momentum is 0."""
-    running = [args[i] for i in op.written_by_call(args)]
-    return [x for x in running if isinstance(x, torch.Tensor) and x.numel() > 0]
+def _running_statistics(
+    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Return the input of a call, and the running statistics that it writes.
+
+    Empty statistics are not written, and none are with a momentum of 0.
+    """
+    ordered = op.signature.in_order(args, kwargs)
+    running = [ordered[i] for i in op.written_by_call(ordered)]
+    return ordered[0], [x for x in running if isinstance(x, torch.Tensor) and x.numel() > 0]
 
 
 def _writers() -> set[Callable[..., Any]]:
